@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.gguf_types import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
@@ -27,16 +26,14 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
-from edge_runtime.media.encoder_inputs import POOLING, Image
+from edge_runtime.media.encoder_inputs import POOLING, Image, Kind
 from edge_runtime.media.soft_rows import Media, row_count
 
-_FLOAT, _HALF, _MASK = 4, 2, 2
 # Float32 vectors of a patch that live at once: of the feed-forward's width, and of the tower's.
 _WIDE_VECTORS, _VECTORS = 3, 10
 # Of the audio tower's first convolutions, whose shapes every member has, per soft row.
 _SOUND_ROW_BYTES = 160_000
 _GROWTH = {"f16": 2.0}
-Kind = Literal["image", "sound"]
 
 
 def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
@@ -124,6 +121,7 @@ PROCESS_BYTES = 48 << 20
 _ONNX_PROCESS_BYTES = 85 << 20
 # What of these is mapped from libraries, as measured on a Zen 5.
 _CODE_BYTES, _ONNX_CODE_BYTES = 26 << 20, 42 << 20
+_FLOAT, _HALF, _MASK = 4, 2, 2
 # llama.cpp's tables of a vocabulary and those of the tokenizer beside onnxruntime, per token, as measured.
 _TOKEN_BYTES, _TOKENIZER_BYTES = 128, 256
 # For manifests without feed_forward_size: no Gemma 4 block is wider than this many times the hidden size.

@@ -20,6 +20,7 @@ from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT, REMARKS, nearest
 from edge_runtime.server.http.page import page
+from edge_runtime.server.json_text import Json
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
 from edge_runtime.server.requests.messages_api import read_message
@@ -28,7 +29,7 @@ from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.responses.messages_api import MessagesFormat
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
-from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded, energy_metrics, energy_totals, timings, usage_line
+from edge_runtime.server.responses.response_format import ResponseFormat, encoded, energy_metrics, energy_totals, timings, usage_line
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, check_logprobs, result_of, unless_disconnected
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge

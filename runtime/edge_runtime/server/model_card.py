@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from edge_runtime.bundle.manifest import Manifest
+from edge_runtime.server.json_text import Json
 from edge_runtime.session.row_equality import RowEquality
 
-Json = dict[str, Any]
 # The release of Ollama whose API is spoken; clients read it to learn what they may send.
 OLLAMA_VERSION = "0.12.0"
 _LATEST = ":latest"

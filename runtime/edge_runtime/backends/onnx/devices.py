@@ -203,7 +203,10 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
                 name=name,
                 provider=plug_in.provider,
                 kind=plug_in.kind or hardware_kind,
-                hardware=facts.get("FULL_DEVICE_NAME") or facts.get("Description") or handle.device.vendor or _board(facts),
+                hardware=facts.get("FULL_DEVICE_NAME")
+                or facts.get("Description")
+                or handle.device.vendor
+                or board_name(System(), facts.get("pci_bus_id", "")),
                 driver=_driver(f"{plug_in.package} {version}", facts.get("DRIVER_VERSION")),
                 software=software,
                 options=_options(plug_in, software=software),
@@ -211,10 +214,6 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
             ),
         )
     return list(made.values())
-
-
-def _board(facts: Mapping[str, str]) -> str:
-    return board_name(System(), facts.get("pci_bus_id", ""))
 
 
 def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:

@@ -37,7 +37,6 @@ from edge_runtime.backends.onnx.target import (
     OrtOptions,
     OrtTarget,
     PairFiles,
-    StaticParts,
     pair_of,
 )
 from edge_runtime.bundle.bundle import Bundle
@@ -50,7 +49,6 @@ from edge_runtime.planning.memory import EncoderMemory, rotation_bytes
 
 # What is described of a device.
 _SHOWN = {"name", "kind", "hardware", "driver", "software"}
-__all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
 
 
 class OrtBackend:

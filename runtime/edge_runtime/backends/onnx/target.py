@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
 from edge_devices.machine.device_package import how_to_get
-from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, Tokens
+from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, Tokens, well_formed
 from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource
 from edge_runtime.backends.onnx.devices import PROCESSOR, Call, Graph, OrtDevice, SessionOptions, value_over, without_flash
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations, StaticRows
@@ -91,7 +91,7 @@ class TokenizerVocabulary(TokenRange):
 
         `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
         """
-        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        clean = well_formed(text)
         known, pattern = (self._special, self._any_special) if parse_special else (self._marks, self._mark)
         parts = [part for part in pattern.split(clean) if part] if pattern else [clean]
         tokens = [token for part in parts for token in ([known[part]] if part in known else self._plain(part))]

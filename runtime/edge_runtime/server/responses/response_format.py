@@ -15,10 +15,10 @@ from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
+from edge_runtime.server.json_text import Json
 from edge_runtime.session.monitor import DecodeStats, Metric, Point
 from edge_runtime.text.channels import Event
 
-Json = dict[str, Any]
 # JSON has no infinity; the API's own value for tokens that cannot occur.
 _LOWEST_LOGPROB = -9999.0
 _MARK = secrets.token_hex(16)

@@ -9,12 +9,11 @@ from typing import Any
 
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.json_text import values_of
+from edge_runtime.server.json_text import Json, values_of
 from edge_runtime.server.requests.responses_api import namespaces
 from edge_runtime.server.responses.response_format import (
     ChatLogprobs,
     ChoiceAnswer,
-    Json,
     Logprobs,
     ResponseFormat,
     responses_usage,
