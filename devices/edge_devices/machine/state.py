@@ -259,7 +259,7 @@ class DeviceState:
     """A snapshot; None where a value is unknown, and `unknown` has what should be known on this machine and is not, with the reason.
 
     Frequencies in kHz, temperature in °C, swap in bytes, `clock_mhz` of the fastest processor; `thermal_status` is Android's, 0 to 6;
-    `throttled`, `throttle_count` and `cooling` are those of `throttling.Throttling`.
+    `throttled`, `throttle_count` and `cooling` are those of `Throttling`.
     """
 
     throttled: int | None = None
