@@ -163,11 +163,9 @@ def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) ->
         raise
 
 
-def write_text(path: Path, parts: Iterable[str], *, parents: bool = False) -> None:
-    """Writes UTF-8 text with `atomic_write`, readable by everyone; `parents` makes missing folders. Raises EdgeError."""
+def write_text(path: Path, parts: Iterable[str]) -> None:
+    """Writes UTF-8 text with `atomic_write`, readable by everyone. Raises EdgeError."""
     try:
-        if parents:
-            destination_of(path).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, (part.encode() for part in parts), mode=_PUBLIC)
     except OSError as error:
         raise EdgeError(f"{path} cannot be written ({error.strerror}); choose another place") from error

@@ -122,7 +122,7 @@ class StaticBlocks(Blocks):
         """Rotary embedding of value [1, rows, heads, head_dim]."""
         graph, inputs = self._graph, self._static_inputs[self._model.layer_types[layer]]
         half = self._model.head_dim_of(layer) // 2
-        first, second = self._split(graph, value, [half, half])
+        first, second = graph.split(value, [half, half])
         left = graph.op("Sub", graph.op("Mul", first, inputs.cosine), graph.op("Mul", second, inputs.sine))
         right = graph.op("Add", graph.op("Mul", second, inputs.cosine), graph.op("Mul", first, inputs.sine))
         return graph.op("Concat", left, right, axis=-1)
@@ -145,7 +145,7 @@ class StaticBlocks(Blocks):
         masked = graph.op("Add", shaped(together, kv_heads, group, rows, sum(sizes)), self._static_inputs[kind].mask)
         shares = shaped(graph.op("Softmax", masked, axis=-1), 1, kv_heads, group * rows, sum(sizes))
         if new:
-            past, own = self._split(graph, shares, sizes)
+            past, own = graph.split(shares, sizes)
             mixed = graph.op("Add", graph.op("MatMul", past, cache.value), graph.op("MatMul", own, new.value))
         else:
             mixed = graph.op("MatMul", shares, cache.value)

@@ -38,7 +38,6 @@ def measure_costs(
     *,
     max_rows: int = MAX_ROWS,
     max_seconds: float = MAX_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
     report: Report = no_report,
 ) -> MeasuredCosts:
     """Times a draft and then a verify, as in real rounds, of 1 to `max_rows` rows after a short text of one `token`.
@@ -51,18 +50,18 @@ def measure_costs(
     begin_text(target, token, longest)
     rounds: list[list[float]] = []
     drafted = [0] * longest
-    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
+    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=time.perf_counter, report=report):
         verified, drafts = [0.0] * longest, [0.0] * longest
         # Alternating order, so that its effect on the CPU caches is shared by all row counts.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
             if target.length + longest > target.context:
                 begin_text(target, token, longest)
-            start = clock()
+            start = time.perf_counter()
             if drafter is not None and rows > 1:
                 drafted[rows - 1] = len(drafter.draft(token, rows - 1))
-            middle = clock()
+            middle = time.perf_counter()
             target.verify([token] * rows)
-            verified[rows - 1], drafts[rows - 1] = clock() - middle, middle - start
+            verified[rows - 1], drafts[rows - 1] = time.perf_counter() - middle, middle - start
             # One token stays, as in a round: a draft needs the hidden row of a token of the newest forward.
             target.rollback(target.length - rows + 1)
         rounds.append([*verified, *drafts])
