@@ -42,9 +42,6 @@ class Room(Protocol):
     def admit(self, media: Media) -> None:
         """Counts media that are to be encoded. Raises RequestError if there is no memory for them."""
 
-    def forget(self) -> None:
-        """The encoder was freed."""
-
 
 class LazyEncoder:
     """An encoder that is loaded at first use, and the rows of the newest media. `sha256` is that of the encoder's file.
@@ -88,14 +85,12 @@ class LazyEncoder:
         return self._kept[digest]
 
     def close(self) -> None:
-        """Frees the encoder and the kept rows; the next use loads it again."""
+        """Frees the encoder and the kept rows. Can be called twice."""
         self._kept.clear()
         if self._encoder is not None:
             self._encoder.close()
             self._encoder = None
             return_freed_memory()
-        if self._memory is not None:
-            self._memory.forget()
 
 
 @dataclass(frozen=True, eq=False)

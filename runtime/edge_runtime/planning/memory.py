@@ -96,9 +96,6 @@ class EncoderMemory:
             )
         self._weights, self._activations = weights, activations
 
-    def forget(self) -> None:
-        self._weights, self._activations = {}, 0
-
     def _bounds(self, total: int) -> tuple[int, int | None, str]:
         """Returns the bytes needed, those there are, and a clause about them."""
         if self._limit is not None:

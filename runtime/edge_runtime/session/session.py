@@ -261,12 +261,6 @@ class Session:
             raise RequestError(f"image input is not supported, nor is sound: {missing}")  # the words by which clients know it
         return inputs, encoder
 
-    def free_encoder(self) -> None:
-        """Frees the encoder of images and sound and its kept rows; the next request with media loads it again."""
-        with self._open():
-            if self._parts.encoder is not None:
-                self._parts.encoder.close()
-
     def _proposals(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Proposals | None:
         """Returns the drafts beside the drafter, which are copied from the text. Prompt lookup has it already."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)

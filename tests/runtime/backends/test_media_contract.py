@@ -101,11 +101,3 @@ def test_prompts_with_pictures_come_back_from_the_disk(session: Session, tmp_pat
     )
     list(plain)
     assert other.tokens == plain.tokens
-
-
-def test_the_encoder_can_be_freed(session: Session) -> None:
-    encoder, image = session._parts.encoder, picture(96, 144, 9)
-    before = encoder.rows(image).copy()
-    session.free_encoder()
-    assert encoder._encoder is None
-    assert np.array_equal(encoder.rows(image), before)

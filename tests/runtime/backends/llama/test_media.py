@@ -64,7 +64,6 @@ def test_rows_equal_transformers(media, session, model):
     ours, expected = rows_of(session, media), reference_rows(model, media)
     assert ours.shape == expected.shape == (media.rows, 64)
     assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) < ROWS[type(media)]
-    session.free_encoder()
 
 
 def test_a_build_that_takes_sound_otherwise_is_refused(session, monkeypatch):
