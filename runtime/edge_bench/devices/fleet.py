@@ -69,6 +69,8 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         patience_s=PATIENCE_SECONDS,
     )
     with errors_as(RequestError, f"the scheduler {address} cannot be reached", "start one with dask scheduler", OSError, ValueError):
+        # A client that is made of what is no address stays half open, and its end, whenever that is, can hold the next client up.
+        distributed.comm.resolve_address(address)
         client = distributed.Client(address, timeout=20)
     collected: list[DeviceResult] = []
     with client:

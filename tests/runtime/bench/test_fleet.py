@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def test_a_lost_worker_is_named_and_its_phone_taken_over(
 
     def await_or_say(what: str, condition: Callable[[], bool]) -> None:
         came = wait(lambda: results or condition())
-        assert not results, f"the run ended before {what}: {results[0].output} {lines}"
+        assert not results, f"the run ended before {what}: {lines} {results[0].output} {traceback.format_exception(*results[0].exc_info)}"
         assert came, f"waited until {what}; the run said {lines}"
 
     try:
