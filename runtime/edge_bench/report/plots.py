@@ -262,7 +262,10 @@ def all_plots(figures: Figures) -> list[Plot]:
         ("contexts", "Tokens per second by prompt length", _is_line(row.domain for row in figures.by_context), _draw_contexts),
     )
 
-    plots = [draw_svg(name, title, partial(draw, figures=figures)) for name, title, data, draw in candidates if data]
+    def of_figures(draw: Callable[[Axes, Figures], None]) -> Callable[[Axes], None]:
+        return lambda axes: draw(axes, figures)
+
+    plots = [draw_svg(name, title, of_figures(draw)) for name, title, data, draw in candidates if data]
     return plots + (energy_plots(figures.energy, figures.energy_log) if figures.energy else [])
 
 
