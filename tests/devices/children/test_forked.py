@@ -85,14 +85,15 @@ def test_ctrl_c_is_for_the_main_process(host):
     assert child.ask(b"a").startswith(b"shared a")
 
 
-def test_a_message_that_is_too_long_is_refused():
+def test_a_message_that_is_too_long_is_refused(monkeypatch):
     import socket
 
+    monkeypatch.setattr(forked, "MAX_BYTES", 10)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         forked.send(theirs, b"x" * 100)
         with pytest.raises(ValueError, match="100 bytes"):
-            forked.receive(ours, 10)
+            forked.receive(ours)
 
 
 def test_a_python_that_does_not_start_is_named(monkeypatch):
