@@ -15,7 +15,6 @@ from chat_server import CHAT, Held, Scripted, asked, scripted_server, send
 from chat_words import chat_session
 from edge_runtime.server.engine.prompts import Prompts
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.http.guard import host_name
 from edge_runtime.server.requests.messages import Conversation
 from edge_runtime.server.serve import allowed_hosts
 from edge_runtime.text.chat_template import ChatTemplate
@@ -54,11 +53,6 @@ def test_names_of_the_host_header() -> None:
     assert allowed_hosts("127.0.0.1") == {"localhost", "127.0.0.1", "::1"}
     assert allowed_hosts("0.0.0.0") is None
     assert allowed_hosts("0.0.0.0", ["My.Name"]) == {"localhost", "127.0.0.1", "::1", "0.0.0.0", "my.name"}
-
-
-def test_malformed_hosts_have_no_name() -> None:
-    assert [host_name(host) for host in ("[::1]:80", "localhost", "a.b:8080")] == ["::1", "localhost", "a.b"]
-    assert [host_name(host) for host in ("[::1]evil.com", "[::1", "localhost:80.evil.com", "localhost]")] == [""] * 4
 
 
 def test_several_origins_are_refused(server: Scripted) -> None:

@@ -228,17 +228,15 @@ def test_sizes_are_limited(hello):
     connection.request("POST", "/v1/completions", chunked, encode_chunked=True, headers={"Transfer-Encoding": "chunked"})
     assert connection.getresponse().status == 413
     connection.close()
-    too_long = refused(hello, {"messages": [{"role": "user", "content": "x" * 3000}]})
-    assert too_long["code"] == "context_length_exceeded"
-    assert "2048" in too_long["message"]
     assert refused(hello, {"prompt": [1, 10**7]}, "/v1/completions")["message"].startswith("the prompt has a token id outside")
 
 
 def test_other_names_and_websites_are_turned_away(hello):
     assert send(hello, "GET", "/health", Host="localhost:1")[0] == 200
     assert send(hello, "GET", "/health", Host="[::1]:8080")[0] == 200
-    status, _, body = send(hello, "GET", "/health", Host="rebound.example")
-    assert (status, body["error"]["code"]) == (403, "wrong_host")
+    for host in ("rebound.example", "[::1]evil.com", "[::1", "localhost:80.evil.com", "localhost]"):
+        status, _, body = send(hello, "GET", "/health", Host=host)
+        assert (status, body["error"]["code"]) == (403, "wrong_host")
     status, headers, body = send(hello, "POST", "/v1/chat/completions", b"{}", Origin="https://site.example")
     assert (status, body["error"]["code"]) == (403, "wrong_origin")
     assert not [name for name in headers if name.lower().startswith("access-control")]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from chat_server import CHAT, HI, Scripted, scripted_server, send
+from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
@@ -199,16 +200,20 @@ def test_a_result_of_no_function_is_refused(server: Scripted) -> None:
     assert (status, body["error"]["param"]) == (400, "messages[1].name")
 
 
-def test_ollamas_results_name_their_calls() -> None:
-    calls = [{"id": f"c{i}", "function": {"name": "now", "arguments": {"n": i}}} for i in range(2)]
-    results = [{"role": "tool", "tool_call_id": f"c{i}", "content": str(i)} for i in (1, 0)]
-    request = read_ollama_chat({"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": calls}, *results]})
-    assert request is not None
-    messages = request.choices[0].prompt.messages  # type: ignore[union-attr]
-    assert [message["tool_call_id"] for message in messages[2:]] == ["c1", "c0"]
-    same = [{"id": "c", "function": {"name": name, "arguments": "{}"}} for name in ("now", "then", "now")]
-    results = [{"role": "tool", "tool_name": name, "content": "x"} for name in ("now", "then", "now")]
-    read_ollama_chat({"messages": [*HI, {"role": "assistant", "tool_calls": same}, *results]})
+def test_ollamas_results_find_their_calls_by_number_by_name_or_in_order() -> None:
+    def found(calls: Any, results: Any) -> list[str]:
+        request = read_ollama_chat({"messages": [*HI, {"role": "assistant", "content": "", "tool_calls": calls}, *results]})
+        assert request is not None
+        return [message["tool_call_id"][-1] for message in request.choices[0].prompt.messages[2:]]  # type: ignore[union-attr]
+
+    numbered = [{"id": f"c{i}", "function": {"name": "now", "arguments": {"n": i}}} for i in range(2)]
+    assert found(numbered, [{"role": "tool", "tool_call_id": f"c{i}", "content": str(i)} for i in (1, 0)]) == ["1", "0"]
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "aabbc"]
+    results = [{"role": "tool", "content": "x"} | ({"tool_name": name} if name else {}) for name in ("b", None, "a", "c", None)]
+    assert found(calls, results) == ["2", "0", "1", "4", "3"]
+    for further in (None, "a", "z"):
+        with pytest.raises(ApiError, match="is the result of no call"):
+            found(calls, [*results, results[1] | {"tool_name": further}])
 
 
 def test_items_of_a_responses_history(server: Scripted) -> None:

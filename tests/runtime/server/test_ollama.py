@@ -91,11 +91,3 @@ def test_a_pull_is_told_what_to_run_instead(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match=r"edge-export pair NAME.*edge-run serve FOLDER") as caught:
         client.pull("gemma3")
     assert caught.value.status_code == 400
-
-
-def test_json_is_demanded_as_format() -> None:
-    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
-    with scripted_server('{"ok":true}') as server, ollama.Client(host=server.url) as client:
-        answer = client.chat(model="scripted", messages=HI, format=schema, options={"num_predict": 50})
-        assert answer.message.content == '{"ok":true}'

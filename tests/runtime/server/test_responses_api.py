@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ from chat_server import CALL, Scripted, client_of, scripted_server
 
 IMAGE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}]
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[Scripted]:
+    with scripted_server("ok") as server:
+        yield server
 
 
 def respond(server: Scripted, **fields: Any) -> Any:
@@ -77,14 +84,6 @@ def test_limits_and_log_probabilities() -> None:
         assert len(cut.output[0].content[0].logprobs[0].top_logprobs) == 2
 
 
-def test_json_is_demanded_as_text_format() -> None:
-    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
-    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
-    with scripted_server('{"ok":true}') as server:
-        answer = respond(server, text={"format": {"type": "json_schema", "name": "x", "schema": schema}}, max_output_tokens=50)
-        assert json.loads(answer.output_text) == {"ok": True}
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -103,6 +102,6 @@ def test_json_is_demanded_as_text_format() -> None:
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(fields: Any, says: str) -> None:
-    with scripted_server("ok") as server, pytest.raises(openai.BadRequestError, match=says):
-        respond(server, **fields)
+def test_what_cannot_be_served_is_refused(refusing: Scripted, fields: Any, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says):
+        respond(refusing, **fields)

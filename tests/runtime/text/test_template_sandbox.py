@@ -70,13 +70,11 @@ GREEDY = {
 
 @needs_fork
 @pytest.mark.parametrize("source", GREEDY.values(), ids=GREEDY)
-def test_greedy_templates_end_soon_in_one_sentence(source: str) -> None:
-    begin = time.process_time()
+def test_greedy_templates_end_in_one_sentence(source: str) -> None:
     with pytest.raises(TemplateError) as caught:
         Renderer(source, seconds=SECONDS).render({"messages": MESSAGES})
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
-    assert time.process_time() - begin < SECONDS
 
 
 def test_a_text_that_is_too_long_is_refused() -> None:
@@ -129,21 +127,21 @@ def test_a_template_reaches_nothing_of_python(source: str) -> None:
 
 # In a process of its own, whose children are those of this template alone.
 MEASURED = """
-import contextlib, json, resource, sys, time
+import contextlib, json, resource, sys
 from test_template_sandbox import GREEDY
 from edge_runtime.text.template.renderer import Renderer, TemplateError
 assert Renderer("{{ x }}").render({"x": "hi"}) == "hi"
-used, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with contextlib.suppress(TemplateError):
     Renderer(GREEDY[sys.argv[1]], seconds=1.0).render({})
-print(json.dumps([time.process_time() - used, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
+print(json.dumps(["jinja2" in sys.modules, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
 """
 
 
 @pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("name", ["doubled text", "nested lists", "comparison", "deep parsing"])
-def test_this_process_spends_neither_time_nor_memory_on_it(name: str) -> None:
+def test_this_process_neither_runs_it_nor_spends_memory_on_it(name: str) -> None:
     psutil = pytest.importorskip("psutil", reason="needs edge-mtp[fleet]")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))}
     with subprocess.Popen([sys.executable, "-c", MEASURED, name], env=environment, stdout=subprocess.PIPE, text=True) as started:
@@ -155,8 +153,8 @@ def test_this_process_spends_neither_time_nor_memory_on_it(name: str) -> None:
             except (psutil.NoSuchProcess, TypeError):
                 pass
             time.sleep(0.03)  # the look itself takes a third of that
-        seconds, kilobytes = json.loads(started.stdout.read())
-    assert seconds < 1
+        runs, kilobytes = json.loads(started.stdout.read())
+    assert not runs
     assert kilobytes < 32 << 10
     assert 10 << 20 < peak < 600 << 20
 

@@ -137,7 +137,7 @@ def test_filters_render_as_in_transformers(name: str) -> None:
 
 def test_tests_give_what_they_give_in_transformers() -> None:
     symbols = [name for name in TESTS if name.isidentifier()]
-    sources = [f"{{{{ {value} is {name}{arguments} }}}}" for value in VALUES for name in symbols for arguments in ("", "(2)")]
+    sources = [f"{{{{ {value} is {name}{arguments} }}}}" for value in VALUES[2:7] for name in symbols for arguments in ("", "(2)")]
     assert compared(sources) > 100
 
 
