@@ -37,7 +37,16 @@ NEEDS = {
     "bundle-facts": "onnxruntime",
     "tokenizer-library": "tokenizers",
 }
-FEW = {"gguf-model": 60, "gguf-drafter": 60, "gguf-weights": 10, "gguf-encoder": 150, "onnx-model": 150, "config": 150, "bundle-facts": 40}
+FEW = {
+    "gguf-model": 60,
+    "gguf-drafter": 60,
+    "gguf-weights": 10,
+    "gguf-encoder": 150,
+    "onnx-model": 150,
+    "onnx-drafter": 60,
+    "config": 150,
+    "bundle-facts": 40,
+}
 READERS = all_readers()
 
 

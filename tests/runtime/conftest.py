@@ -37,10 +37,12 @@ def reference_pair() -> Reference:
 
 def _write_pair(folder: Path) -> None:
     from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.gguf.writer import write_gguf, write_head
+    from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
+    from edge_export.gguf.writer import plan_gguf, write_head
 
     folder.mkdir()
+    vocabulary = read_vocabulary(PAIR / "target")
     for role in ("target", "drafter"):
-        write_gguf(open_checkpoint(PAIR / role), folder / f"{role}.gguf", "f16", lambda _: None, tokenizer_folder=PAIR / "target")
+        plan_gguf(open_checkpoint(PAIR / role), "f16", vocabulary).write(folder / f"{role}.gguf", lambda _: None)
     drafter = open_checkpoint(PAIR / "drafter")
     write_head(drafter, folder / "drafter.gguf", folder / "head.gguf")

@@ -139,11 +139,9 @@ def _plan(
     return GgufPlan(header=header, tensors=tuple(tensors))
 
 
-def write_gguf(
-    checkpoint: Checkpoint, path: Path, weight_type: FloatType, progress: Callable[[int], None], *, tokenizer_folder: Path | None = None
-) -> None:
-    """Plans and writes a file; the tokenizer is the checkpoint's own, or that of `tokenizer_folder`. Raises CheckpointError."""
-    plan_gguf(checkpoint, weight_type, read_vocabulary(tokenizer_folder or checkpoint.folder)).write(path, progress)
+def write_gguf(checkpoint: Checkpoint, path: Path, weight_type: FloatType, progress: Callable[[int], None]) -> None:
+    """Plans and writes a file with the checkpoint's own tokenizer. Raises CheckpointError."""
+    plan_gguf(checkpoint, weight_type, read_vocabulary(checkpoint.folder)).write(path, progress)
 
 
 def write_raw_gguf(path: Path, architecture: str, entries: list[Entry], tensors: list[GgufTensor], progress: Callable[[int], None]) -> None:

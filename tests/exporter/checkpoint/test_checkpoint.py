@@ -238,13 +238,6 @@ def test_prompt_parameters_are_those_that_keys_and_values_need(member_folder: Fo
     assert architecture(target, drafter, context=512).prompt_parameters == counted - unused
 
 
-def test_context_must_fit(member_folder: Folders) -> None:
-    pair = open_checkpoint(member_folder("12b")), open_checkpoint(member_folder("12b-assistant"))
-    for context in (0, 1025):
-        with pytest.raises(CheckpointError, match=rf"context {context} is not in 1\.\.1024"):
-            cache_layout(*pair, context=context)
-
-
 @pytest.mark.parametrize(
     ("target", "drafter", "message"),
     [

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -128,12 +127,6 @@ def test_refusals_are_one_sentence_and_exit_1(pair: list[Path], tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "there"]
 
 
-def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "export_pair", Mock(side_effect=KeyboardInterrupt))
-    result = invoke("a", "b", "-o", "out", *QUICK)
-    assert (result.exit_code, result.stderr.strip()) == (130, "stopped; nothing unfinished was left behind")
-
-
 def test_the_reference_pair_stands_for_target_and_drafter(tmp_path: Path) -> None:
     result = invoke("-o", tmp_path / "out", *QUICK, command="reference")
     assert result.exit_code == 0, result.stderr
@@ -154,14 +147,6 @@ def test_the_reference_pair_stands_for_target_and_drafter(tmp_path: Path) -> Non
 )
 def test_importance_options_that_do_not_go_together_exit_2(arguments: list[str], tmp_path: Path) -> None:
     assert invoke("a", "b", "-o", tmp_path / "out", *arguments).exit_code == 2
-
-
-def test_an_unusable_text_is_one_sentence(pair: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    result = invoke(*pair, "-o", tmp_path / "out", "--calibrate", tmp_path / "empty.txt", "--target-quant", "q4_0", "--no-verify")
-    assert result.exit_code == 1
-    assert "empty.txt is empty; give text of the kind the model will read" in result.stderr
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Path], tmp_path: Path) -> None:

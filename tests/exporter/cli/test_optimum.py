@@ -41,7 +41,6 @@ def test_what_is_wrong_is_a_sentence_and_the_status_ours(tmp_path: Path) -> None
     assert missing.returncode == 1
     assert "does not exist" in missing.stderr
     assert "Traceback" not in missing.stderr
-    assert optimum("a", "b", "-o", str(tmp_path / "out"), "--onnx-target", "int8").returncode == 2
 
 
 def test_its_help_lists_every_option_of_ours() -> None:

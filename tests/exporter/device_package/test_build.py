@@ -23,13 +23,11 @@ from urllib.request import install_opener
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from edge_devices.files.atomic_write import locked
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.waiting import Report, no_report
 from edge_export.cli.command import main
-from edge_export.cli.display import Steps
 from edge_export.device_package import build as making
 from edge_export.device_package import debian, native_libraries, wheels
 from edge_export.device_package.inventory import PLATFORMS, SITE, Inventory, check_pages, cut_symbols, take_inventory, write_file
@@ -488,25 +486,6 @@ def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_libraries, "LIBRARIES", tmp_path / "none")
 
 
-def test_zig_compiles_what_the_installation_lacks_and_says_how_far_it_is(
-    no_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("ziglang", reason="needs edge-mtp[package]")
-    compiled: list[str] = []
-
-    def compile_two(target: str, folder: Path, *, cache: Path, report: Callable[[float], None]) -> None:
-        for done in (0.5, 1.0):
-            report(done)
-        compiled.append(f"{target} {folder.relative_to(tmp_path)} {cache.relative_to(tmp_path)}")
-
-    monkeypatch.setattr(native_libraries, "build", compile_two)
-    with Steps(Console(file=(out := io.StringIO()))) as step:
-        assert native_libraries.add_kernels(tmp_path / "p", LINUX, tmp_path / "cache", step) == ("neon", "dotprod", "i8mm")
-    assert compiled == [f"aarch64-linux-gnu.2.17 p/{native_libraries.IN_PACKAGE} cache/zig"]
-    title = "row kernels for aarch64 (minutes the first time, then kept)"
-    assert out.getvalue().splitlines() == [title, f"{title}: 50 %", f"{title}: 100 %"]
-
-
 def test_without_zig_nothing_is_begun(no_kernels: None, away: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In an environment without zig, as that of make demo: the command ends before it downloads anything."""
     monkeypatch.setitem(sys.modules, "ziglang", None)
@@ -536,13 +515,6 @@ def test_a_readme_has_four_commands_for_its_device(platform: str, backends: tupl
     assert ("ONNX" in text, "GGUF" in text) == ("onnx" in backends, "llama" in backends)
     assert f"--format {'onnx' if 'onnx' in backends else 'gguf'}" in text
     assert not [word for word in ("PLATFORM", "VERSION", "FORMAT", "SHELL", "SECRET", "KERNELS") if word in text]
-
-
-def test_a_package_knows_how_another_one_is_made(tmp_path: Path) -> None:
-    request = making.PackageRequest(platform="linux-arm64", output=tmp_path, backends=("onnx",), without_kernels=True)
-    assert request.command == "edge-export package linux-arm64 -o FOLDER --backend onnx --without-kernels"
-    assert request.additions() == {"llama": "--backend llama", "onnx": "", "media": "--with-media", "grammar": "", "serve": ""}
-    assert "llama" not in replace(request, platform="linux-x64").additions()  # which has none
 
 
 def test_one_package_at_a_time_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,13 +122,3 @@ def test_no_product_of_integers_saturates(asked: dict[str, Any], onnx_pair: Bund
                 products += 1
                 assert types[gathered[node.input[1]]] == types[node.input[3]] == onnx.TensorProto.UINT8
     assert products == (0 if "device" in asked else 2)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 256)])
-def test_rounded_rows_are_within_half_a_step(shape: tuple[int, int]) -> None:
-    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    weight[0] = 0
-    levels, scales = round_rows(weight)
-    assert (scales[0], levels[0].any()) == (0, False)
-    assert (np.abs(levels * scales[:, None] - weight) <= 0.5001 * scales[:, None]).all()
-    assert (np.abs(levels.astype(int)).max(axis=1)[1:] == 127).all()

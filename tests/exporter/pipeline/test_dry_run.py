@@ -51,12 +51,6 @@ def test_built_in_assistants_have_the_published_bytes(size: str, published: int)
     assert 0 < published - counted < 100_000
 
 
-def test_other_sizes_are_unknown() -> None:
-    assert published_config("3B", assistant=False) is None
-    with pytest.raises(CheckpointError, match="the target 3B does not exist"):
-        planned_export("3B", "3B")
-
-
 @pytest.mark.parametrize("place", ["target", "text"])
 def test_what_a_gguf_is_refused_for_has_no_plan(place: str, member_folder: Folders, tmp_path: Path) -> None:
     config = json.loads((member_folder("e2b") / "config.json").read_text())

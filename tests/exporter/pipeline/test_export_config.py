@@ -55,18 +55,10 @@ def test_a_file_names_models_precisions_and_context(pair: list[Path], tmp_path: 
     assert (config.cache.max_context_length, config.tuning.draft_length, config.tuning.max_horizon) == (120, 5, 8)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("speculative_decoding: {tuning: {max_horizn: 1}}", "nearest known key is max_horizon"),
-        ("speculative_decoding: {verifier: {precision: int4}}", "'int4' is unknown; choose one of q4_0"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_nothing_is_left(pair: list[Path], tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "mine.yaml").write_text(text)
+def test_what_cannot_be_is_refused_and_nothing_is_left(pair: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("speculative_decoding: {verifier: {precision: int4}}")
     result = invoke(*pair, "-o", tmp_path / "out", "--config", tmp_path / "mine.yaml")
-    assert result.exit_code == 1
-    assert words in result.stderr
+    assert (result.exit_code, "'int4' is unknown; choose one of q4_0" in result.stderr) == (1, True), result.stderr
     assert not (tmp_path / "out").exists()
 
 

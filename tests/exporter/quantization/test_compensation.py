@@ -47,7 +47,7 @@ def weights_of(rows: int, columns: int, seed: int) -> Any:
     block=st.sampled_from([32, 64, 128]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_row_loses_more(rows: int, columns: int, block: int, seed: int) -> None:
     weight, moments = weights_of(rows, columns, seed), moments_of(columns, seed)
     spec = WeightSpec(bits=4, block=block)

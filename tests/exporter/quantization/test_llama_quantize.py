@@ -42,11 +42,6 @@ def test_matrices_get_the_type_and_progress_counts_the_file(quantization: str, k
     assert {tensor.name: tensor.shape for tensor in header.tensors} == {tensor.name: tensor.shape for tensor in before.tensors}
 
 
-def test_rows_that_k_quants_cannot_hold_fall_back(source: Path, tmp_path: Path) -> None:
-    quantize_gguf(source, tmp_path / "out.gguf", "q4_k_m", 1)
-    assert quantization_of(read_gguf_header(tmp_path / "out.gguf")) == "q4_k_m"
-
-
 @pytest.mark.parametrize("quantization", [name for name in OFFERED if name not in DIRECT])
 def test_a_file_has_the_types_and_the_size_of_its_entry_in_the_table(quantization: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(reference_pair()[0])
@@ -75,11 +70,6 @@ def test_llama_cpps_own_words_are_quoted(source: Path, tmp_path: Path) -> None:
     source.write_bytes(source.read_bytes()[:5000])
     with pytest.raises(ExportError, match=r"could not quantize source.gguf to q8_0.*: .*(gguf|read|load)"):
         quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1)
-
-
-def test_a_missing_folder_is_an_error_not_a_crash(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="could not quantize"):
-        quantize_gguf(source, tmp_path / "nowhere" / "out.gguf", "q8_0", 1)
 
 
 def test_a_dying_child_is_an_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from click.testing import CliRunner
 
 from edge_export.checkpoint.checkpoint import open_checkpoint
 from edge_export.checkpoint.sources import reference_pair
-from edge_export.onnx.request import OnnxRequest
 from random_pairs import write_random_pair
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts" / "benchmarks"))
@@ -58,13 +57,3 @@ def test_llama_cpp_has_its_own_mix(tmp_path: Path) -> None:
     assert types("ffn_down") == {"Q6_K": 4, "Q4_K": 4}
     bench_quantizers.llama_quantize(plain, made, "iq4_nl", 1, None)
     assert types("ffn_gate") == {"IQ4_NL": 8}
-
-
-def test_exports_mix_as_the_graphs_do() -> None:
-    names = ("token_embd", "blk.0.attn_k", "blk.0.attn_q", "blk.0.proj", "blk.0.ffn_down", "blk.0.ffn_up")
-    mixed, plain = (
-        [bench_quantizers.export_spec(request, f"{name}.weight", 128) for name in names]
-        for request in (OnnxRequest(), OnnxRequest(block=32))
-    )
-    assert [(spec.bits, spec.block) for spec in mixed] == [(8, 128), (8, 32), (4, 64), (8, 128), (8, 128), (4, 64)]
-    assert {(spec.bits, spec.block) for spec in plain} == {(4, 32)}
