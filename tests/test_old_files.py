@@ -24,7 +24,7 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.config.settings import defaults, read_config
 from edge_runtime.errors import BundleError, RequestError
-from edge_runtime.session.chat import ChatSettings, load_chat
+from edge_runtime.session.chat import load_chat
 from edge_runtime.session.kv_state_file import SegmentFile
 
 OLD = Path(__file__).parent / "data" / "old"
@@ -75,13 +75,13 @@ def test_rows_of_another_version_are_refused(tmp_path: Path, version: int) -> No
 
 
 def test_a_conversation_of_version_1_goes_on(tmp_path: Path) -> None:
-    settings, messages = load_chat(OLD / "chat-1.json", ChatSettings)
+    settings, messages = load_chat(OLD / "chat-1.json")
     assert (settings.system, settings.stop, settings.max_tokens) == ("Be brief.", ("END",), 64)
     assert (settings.sampling.top_k, settings.sampling.seed, settings.sampling.logit_bias) == (40, 5, {3: 1.5, 7: -math.inf})
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Bern"}
     with pytest.raises(RequestError, match="has version 2, this reader supports 1; upgrade edge-mtp"):
-        load_chat(copied(tmp_path, "chat.json", "chat-1.json", lambda text: text.replace('"version": 1', '"version": 2')), ChatSettings)
+        load_chat(copied(tmp_path, "chat.json", "chat-1.json", lambda text: text.replace('"version": 1', '"version": 2')))
 
 
 def next_schema(text: str) -> str:

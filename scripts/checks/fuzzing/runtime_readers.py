@@ -21,7 +21,6 @@ from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session import chat
-from edge_runtime.session.chat import ChatSettings
 from edge_runtime.session.kv_state_file import SegmentFile
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
 from fuzzing.stand_ins import DUMMIES, make_weights
@@ -102,7 +101,7 @@ READERS = (
     Reader(name="npy-table", make=from_file("table.npy", _numpy_table)),
     Reader(
         name="chat-file",
-        make=from_file("chat.json", lambda path: chat.load_chat(path, ChatSettings)),
+        make=from_file("chat.json", lambda path: chat.load_chat(path)),
         structured=True,
         memory_factor=PARSED,
     ),

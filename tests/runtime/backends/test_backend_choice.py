@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
-from edge_runtime.backends.kernels.loader import VARIABLE
+from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.selection import BackendKind, BackendRates, cached_choices, measured_rates
-from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.manifest import BundleFile
+from edge_runtime.bundle.manifest import SCHEMA_VERSION, BundleFile
 from edge_runtime.drafting.acceptance_model import PositionModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.profit_policy import expected_rate
 from edge_runtime.errors import BackendError
 from edge_runtime.session import open as opening
+from edge_runtime.session.open import faster_backend
 from scripted import MANIFEST
 
 
@@ -87,13 +87,8 @@ def test_the_rate_is_that_of_the_best_round() -> None:
     assert expected_rate(costs, model, [0]) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("gguf", "onnx", "kernels", "chosen"),
-    [(260, 240, "avx512vnni", "onnx"), (240, 260, "avx512vnni", "llama"), (240, 260, None, "onnx"), (240, 600, None, "llama")],
-)
-def test_until_both_were_measured_sizes_and_kernels_decide(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, gguf: int, onnx: int, kernels: str | None, chosen: str
-) -> None:
+def bundle_of_both(folder: Path, gguf: int = 1, onnx: int = 1) -> Path:
+    """A bundle of both formats whose targets have so many megabytes, of holes."""
     sizes = {
         ("target", "gguf"): gguf,
         ("drafter", "gguf"): 3,
@@ -101,24 +96,40 @@ def test_until_both_were_measured_sizes_and_kernels_decide(
         ("target_data", "onnx_data"): onnx,
         ("drafter", "onnx"): 3,
     }
-    files = tuple(
-        BundleFile(path=f"{role}.{format}", role=role, format=format, bytes=1_000_000 * size, sha256="0" * 64)
-        for (role, format), size in sizes.items()
-    )
-    monkeypatch.setattr(opening, "open_bundle", lambda *_, **__: Bundle(folder, replace(MANIFEST, files=files)))
+    files = []
+    for (role, format), size in sizes.items():
+        files.append(BundleFile(path=f"{role}.{format}", role=role, format=format, bytes=1_000_000 * size, sha256="0" * 64))
+        with (folder / files[-1].path).open("wb") as file:
+            file.truncate(files[-1].bytes)
+    (folder / "manifest.json").write_text(replace(MANIFEST, schema_version=SCHEMA_VERSION, files=tuple(files)).to_json())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("gguf", "onnx", "kernels", "chosen"),
+    [(260, 240, True, "onnx"), (240, 260, True, "llama"), (240, 260, False, "onnx"), (240, 600, False, "llama")],
+)
+def test_until_both_were_measured_sizes_and_kernels_decide(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gguf: int, onnx: int, kernels: bool, chosen: str
+) -> None:
+    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+    if not kernels:
+        monkeypatch.setenv(VARIABLE, "none")
+    elif variant() is None:
+        pytest.skip("the row kernels were not built: pip install -e . builds them")
+    assert faster_backend(bundle_of_both(tmp_path, gguf, onnx), check="none") == chosen
+
+
+def test_what_was_measured_decides_for_the_same_files_and_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, facts = bundle_of_both(tmp_path), list[object]()
     monkeypatch.setattr(opening, "fitting_backends", lambda *_: ["llama", "onnx"])
-    monkeypatch.setattr(opening, "variant", lambda: kernels)
-    assert opening.faster_backend("both") == chosen
-    facts: list[object] = []
     monkeypatch.setattr(
-        opening, "kept_rates", lambda kept, _: facts.extend(kept) or BackendRates(bundle="both", rates={"llama": 2, "onnx": 1})
+        opening, "kept_rates", lambda kept, _: facts.append(kept) or BackendRates(bundle="both", rates={"llama": 2, "onnx": 1})
     )
-    assert opening.faster_backend("both") == "llama"
-    assert facts[0] == "0" * 64
-    on_cpu = facts.copy()
-    facts.clear()
-    opening.faster_backend("both", device="cpu")
-    assert facts == on_cpu
-    facts.clear()
-    opening.faster_backend("both", device="gpu")
-    assert facts == [*on_cpu, "gpu"]
+    for device in (None, "cpu", "gpu"):
+        assert faster_backend(folder, device=device, check="none") == "llama"
+    plain, on_cpu, on_gpu = facts
+    assert plain[0] == "0" * 64
+    assert on_cpu == plain
+    assert on_gpu == [*plain, "gpu"]

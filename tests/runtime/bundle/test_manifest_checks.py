@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ HEADS = {f"cache_layout__buffers__{number}__head_dim": 65536 for number in range
         ({"onnx__contrib_ops": ["x" * 201]}, "has the name"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(BundleError, match=words) as caught:
-        opened(tmp_path, **changes)
+def test_what_does_not_fit_together_is_refused_before_memory_is_taken_for_it(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BundleError, match=words) as caught:
+            opened(tmp_path, **changes)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
     assert str(caught.value).isprintable()

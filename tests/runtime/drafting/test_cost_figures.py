@@ -89,13 +89,6 @@ def test_a_row_of_several_requests_costs_what_it_adds_near_the_rows_that_rounds_
     assert 0 < curve.share(1, 4) < curve.share(9, 4)
 
 
-def test_rounds_of_one_size_that_take_a_millionth_of_what_was_measured_still_give_a_price() -> None:
-    curve = CostCurve(COSTS)
-    for _ in range(1000):
-        curve.learn(took(rows=7, verify=1e-6, requests=4))
-    assert 0 < curve.share(1, 4) < curve.share(9, 4) < 1e-5
-
-
 def test_rows_of_batches_say_nothing_about_the_length_of_the_text() -> None:
     curve = CostCurve(COSTS)
     curve.learn(took(rows=20, verify=500.0, requests=4))

@@ -20,10 +20,11 @@ from edge_runtime.drafting.acceptance_model import AcceptanceModel, PositionMode
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.energy_objective import EnergyCosts, Frontier, PhasePower, TimeBound, read_phase_power
 from edge_runtime.drafting.policies import Fixed, RoundPlan, RoundResult, Timing
-from edge_runtime.drafting.profit_policy import FIRST_WAIT, Profit
+from edge_runtime.drafting.profit_policy import Profit
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.open import open_session
 from scripted import TimedDrafter, TimedTarget
+from simulated_devices import rising
 from simulated_joules import Case, drawn, mean, regret
 from simulated_rounds import CURVES, FLAT, LINEAR, ExactCosts, played, rate
 
@@ -271,24 +272,17 @@ def test_where_nothing_is_to_be_traded_questions_are_asked_by_joules() -> None:
     assert energy.seconds < 1.03 * plain.seconds
 
 
-@pytest.mark.parametrize(("chance", "rounds"), [(0.05, FIRST_WAIT + 1), (0.95, 1)])
-def test_an_unlucky_start_is_forgotten_where_no_draft_seems_to_pay(chance: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows are faster than one here: plain decoding pads. Old first drafts had kept drafting away for good."""
-    costs = EnergyCosts(ExactCosts(CURVES["not repacked"], 6.0), PhasePower(draft=5.0, verify=5.0, plain=2.5))
-    bound, model, faded = TimeBound(costs, 0.05), AcceptanceModel(), list[float]()
-    model._accepted = model._verified * chance
-    monkeypatch.setattr(model, "fade", faded.append)
-    policy = Profit(costs, model, bound=bound)
-    for _ in range(rounds):
-        plan = policy.plan()
-        verified, _ = plan.to_verify(plan.draft_length)
-        policy.observe(RoundResult(verified, 0))
-    assert bound.is_plain_fastest == bool(faded) == (chance < 0.5)
-
-
 def test_it_takes_fewer_joules_than_time_where_plain_decoding_is_nearly_as_fast() -> None:
     """A forecast of the fastest that was 5 % too fast had left no time for plain decoding, which takes a fifth less."""
     assert regret(drawn(12, 97)[96], 0.05, tokens=2000, seeds=(1, 2)).joules < 0.95
+
+
+def test_watts_that_rise_with_the_rows_are_weighed() -> None:
+    """Rows that cost no time and much power: by time many are verified, by energy few, at no more joules than by time."""
+    case = next(case for case in rising(5, 60) if case.power.full > 3 * case.power.plain and case.verify[8] < 1.2 * case.verify[0])
+    weighed = regret(case, 0.05, tokens=1500, seeds=(1,))
+    assert weighed.joules < 0.97
+    assert weighed.slower < 1.06
 
 
 def test_a_draft_that_cannot_stop_for_a_reason_is_worth_what_its_best_length_is() -> None:

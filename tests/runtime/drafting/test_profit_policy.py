@@ -17,7 +17,7 @@ from edge_runtime.drafting.policies import RoundResult, Timing
 from edge_runtime.drafting.profit_policy import ASK_LENGTH, Profit
 from simulated_rounds import CURVES, FLAT, LINEAR, NOT_REPACKED, REPACKED, STEEP, ExactCosts, rate
 
-TOKENS, SEEDS = 300, 5
+TOKENS, SEEDS = 300, 3
 
 
 @cache

@@ -130,7 +130,7 @@ def single_values() -> Iterator[Call]:
     yield from (norm_of(values[:count], values[::-1][:count]) for count in (24, 256, 3001))
 
 
-@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a72", "neon"), ("cortex-a76", "dotprod"), ("max", "dotprod"), ("max", "i8mm")])
+@pytest.mark.parametrize(("cpu", "variant"), [("cortex-a72", "neon"), ("cortex-a76", "dotprod"), ("max", "i8mm")])
 @pytest.mark.parametrize("calls", [products, static_products, float_products, attentions, attentions_over_cells, single_values, drafts])
 def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, variant: str, calls: type[Iterator[Call]]) -> None:
     made = list(calls())
@@ -148,5 +148,5 @@ def test_arm_variants_have_the_bits_of_this_machine(driver: Path, cpu: str, vari
 @pytest.mark.parametrize(("cpu", "variant"), [("cortex-a72", "dotprod"), ("cortex-a72", "i8mm"), ("cortex-a76", "i8mm")])
 def test_a_processor_is_not_given_what_it_has_not(driver: Path, cpu: str, variant: str) -> None:
     call = next(products())
-    ended = subprocess.run([QEMU, "-cpu", cpu, str(driver)], input=call.written(variant), capture_output=True, timeout=60, check=False)
+    ended = subprocess.run([QEMU, "-cpu", cpu, str(driver)], input=call.written(variant), capture_output=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout) == (2, b"")

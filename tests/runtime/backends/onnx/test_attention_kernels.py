@@ -9,17 +9,17 @@ import pytest
 from numpy.typing import NDArray
 
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
-ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from edge_runtime.backends.kernels import loader
-from edge_runtime.bundle.onnx_graph import KERNELS
+from kernel_graphs import graph_of, kernel_node, session_of
 
 Arrays = dict[str, NDArray[Any]]
 pytestmark = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
 HEADS, KV_HEADS, DIM, CAPACITY = 4, 2, 48, 320
-INPUTS = {
+INPUTS: dict[str, tuple[int, list[int | str]]] = {
     "q": (TensorProto.FLOAT, [1, "t", HEADS * DIM]),
     "k": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
     "v": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
@@ -37,22 +37,11 @@ def model(window: int, *, writes: bool, stock: bool = False) -> bytes:
     """A graph of one attention on buffers, by a kernel or by onnxruntime's own operator."""
     outputs = ["y", "new_keys", "new_values"] if writes else ["y"]
     facts: dict[str, float] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "local_window_size": window}
-    attention = helper.make_node("AttendBuffers" if writes else "ReadBuffers", list(INPUTS), outputs, domain=KERNELS, **facts)
+    attention = kernel_node("AttendBuffers" if writes else "ReadBuffers", list(INPUTS), outputs, **facts)
     if stock:
         facts |= {"scale": 1.0, "do_rotary": 1}
-        attention = helper.make_node("GroupQueryAttention", list(INPUTS), outputs, domain="com.microsoft", **facts)
-    inputs = [helper.make_tensor_value_info(name, *facts) for name, facts in INPUTS.items()]
-    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-    graph = helper.make_graph([attention], "g", inputs, made)
-    opsets = [helper.make_opsetid(*each) for each in (("", 21), ("com.microsoft", 1), (KERNELS, 1))]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
-
-
-def session(graph: bytes) -> Any:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 2, 4
-    options.register_custom_ops_library(str(loader.kernels_path()))
-    return ort.InferenceSession(graph, options)
+        attention = onnx.helper.make_node("GroupQueryAttention", list(INPUTS), outputs, domain="com.microsoft", **facts)
+    return graph_of([attention], INPUTS, outputs)
 
 
 def drawn(past: int, tokens: int, *, writes: bool = True, capacity: int = CAPACITY, most: int = 60) -> Arrays:
@@ -78,7 +67,7 @@ def drawn(past: int, tokens: int, *, writes: bool = True, capacity: int = CAPACI
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("window", [-1, 20, 150])
 def test_attention_on_buffers_is_that_of_the_stock_operator(window: int, writes: bool) -> None:
-    stock, ours = (session(model(window, writes=writes, stock=stock)) for stock in (True, False))
+    stock, ours = (session_of(model(window, writes=writes, stock=stock)) for stock in (True, False))
     for past, tokens in [(0, 1), (0, 40), (7, 5), (127, 3), (200, 8), (250, 60), (300, 13)]:
         inputs = drawn(past, tokens, writes=writes)
         expected, actual = (item.run(None, inputs) for item in (stock, ours))
@@ -91,7 +80,7 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
     actual = []
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
-        ours = session(model(150, writes=True))
+        ours = session_of(model(150, writes=True))
         actual.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
     for few in actual:
         for (past, tokens), rows in few.items():
@@ -101,7 +90,7 @@ def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(
 def test_rows_behind_a_long_context_have_the_bits_of_a_prompts() -> None:
     """There, spans are attended to in turns for few rows, and each group of queries by one thread for many."""
     past, most = 16_000, 600
-    stock, ours = (session(model(-1, writes=True, stock=stock)) for stock in (True, False))
+    stock, ours = (session_of(model(-1, writes=True, stock=stock)) for stock in (True, False))
     rows = {n: ours.run(["y"], drawn(past, n, capacity=past + most, most=most))[0][0] for n in (1, 8, 60, most)}
     for tokens, few in rows.items():
         assert np.array_equal(few, rows[most][:tokens]), tokens
@@ -111,11 +100,11 @@ def test_rows_behind_a_long_context_have_the_bits_of_a_prompts() -> None:
 
 def test_a_reader_takes_no_queries_at_all() -> None:
     """A piece of a prompt that another piece follows has none behind the last layer with K/V rows."""
-    ours = session(model(20, writes=False))
+    ours = session_of(model(20, writes=False))
     for past in (0, 100):
         assert ours.run(["y"], drawn(past, 0, writes=False))[0].shape == (1, 0, HEADS * DIM)
     with pytest.raises(Exception, match="queries must be"):
-        session(model(20, writes=True)).run(["y"], drawn(100, 0))
+        session_of(model(20, writes=True)).run(["y"], drawn(100, 0))
 
 
 @pytest.mark.parametrize("name", ["q", "keys", "values"])
@@ -125,7 +114,7 @@ def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.Mon
     inputs[name][..., 100 if name != "q" else 1, 7] = np.nan
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
-        result = session(model(-1, writes=True)).run(["y"], inputs)[0][0]
+        result = session_of(model(-1, writes=True)).run(["y"], inputs)[0][0]
         assert np.isnan(result[1]).any(), variant
         assert name != "q" or not np.isnan(result[[0, 2]]).any(), variant
 
@@ -144,6 +133,6 @@ def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.Mon
     ],
 )
 def test_rows_and_positions_outside_the_buffers_are_refused(name: str, value: NDArray[Any]) -> None:
-    ours = session(model(20, writes=True))
+    ours = session_of(model(20, writes=True))
     with pytest.raises(Exception, match="attention: "):
         ours.run(None, drawn(7, 5) | {name: value})

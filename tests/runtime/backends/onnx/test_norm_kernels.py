@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from edge_runtime.backends.kernels import loader
-from edge_runtime.bundle.onnx_graph import KERNELS
+from kernel_graphs import graph_of, kernel_node, session_of
 
 WIDTH, HEADS, HEAD, EPSILON = 72, 3, 24, 1e-3
 FACTS = {"K": 64, "N": WIDTH, "bits": 4, "block_size": 32}
@@ -33,37 +33,25 @@ def drawn() -> dict[str, NDArray[Any]]:
     }
 
 
-def kernel(kind: str, inputs: Sequence[str], outputs: Sequence[str], **facts: float) -> Any:
-    return helper.make_node(kind, inputs, outputs, domain=KERNELS, **facts)
-
-
-PRODUCT = kernel("MatMulRows", ["rows", "b", "s"], ["y"], **FACTS)
-HEAD_NORM = kernel("NormRows", ["y", "h"], ["heads"], epsilon=EPSILON, width=WIDTH)
+PRODUCT = kernel_node("MatMulRows", ["rows", "b", "s"], ["y"], **FACTS)
+HEAD_NORM = kernel_node("NormRows", ["y", "h"], ["heads"], epsilon=EPSILON, width=WIDTH)
 
 
 def residual(*inputs: str, outputs: Sequence[str] = ("total", "normed")) -> Any:
-    return kernel("ResidualRows", inputs, outputs, epsilon=EPSILON, width=WIDTH)
+    return kernel_node("ResidualRows", inputs, outputs, epsilon=EPSILON, width=WIDTH)
 
 
-def graph_of(*nodes: Any) -> bytes:
+def graph_with(*nodes: Any) -> bytes:
     """A graph that gives all that its nodes give."""
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, "n", size]) for name, size in (("rows", 64), ("x", WIDTH))]
-    names = [name for node in nodes for name in node.output if name]
-    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
-    weights = [onnx.numpy_helper.from_array(array, name) for name, array in drawn().items()]
-    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
-    opsets = [helper.make_opsetid(*each) for each in (("", 23), ("com.microsoft", 1), (KERNELS, 1))]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
+    outputs = [name for node in nodes for name in node.output if name]
+    return graph_of(nodes, {"rows": (TensorProto.FLOAT, [1, "n", 64]), "x": (TensorProto.FLOAT, [1, "n", WIDTH])}, outputs, drawn())
 
 
-LAYER = graph_of(PRODUCT, HEAD_NORM, residual("x", "y", "w", "factor", "v"))
+LAYER = graph_with(PRODUCT, HEAD_NORM, residual("x", "y", "w", "factor", "v"))
 
 
 def results(model: bytes, rows: NDArray[np.float32], x: NDArray[np.float32], threads: int = 2) -> list[NDArray[np.float32]]:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.register_custom_ops_library(str(loader.kernels_path()))
-    values: list[NDArray[np.float32]] = ort.InferenceSession(model, options).run(None, {"rows": rows, "x": x})
+    values: list[NDArray[np.float32]] = session_of(model, threads=threads).run(None, {"rows": rows, "x": x})
     return values
 
 
@@ -96,10 +84,11 @@ def test_norms_have_their_numbers_and_a_rows_bits_in_every_batch_and_on_every_va
 def test_a_sum_alone_and_one_without_a_factor_have_the_bits_of_all_at_once() -> None:
     rows, x = (np.random.default_rng(4).standard_normal((1, 5, size)).astype(np.float32) for size in (64, WIDTH))
     (_, alone), (_, plain, normed) = (
-        results(graph_of(PRODUCT, node), rows, x) for node in (residual("x", "y", "w", outputs=["total"]), residual("x", "y", "w", "", "v"))
+        results(graph_with(PRODUCT, node), rows, x)
+        for node in (residual("x", "y", "w", outputs=["total"]), residual("x", "y", "w", "", "v"))
     )
     assert np.array_equal(alone, plain)
-    _, again = results(graph_of(PRODUCT, kernel("NormRows", ["x", "v"], ["n"], epsilon=EPSILON, width=WIDTH)), rows, plain)
+    _, again = results(graph_with(PRODUCT, kernel_node("NormRows", ["x", "v"], ["n"], epsilon=EPSILON, width=WIDTH)), rows, plain)
     assert np.array_equal(again, normed)
 
 
@@ -107,8 +96,8 @@ def test_a_capped_product_is_the_products_cap_in_every_batch() -> None:
     """c * tanh(product) of 72 outputs, which do not fill a thread's share."""
     rows = np.random.default_rng(3).standard_normal((1, 40, 64)).astype(np.float32)
     x = np.zeros((1, 40, WIDTH), np.float32)
-    (product,) = results(graph_of(PRODUCT), rows, x)
-    model = graph_of(kernel("MatMulCapRows", ["rows", "b", "s"], ["logits"], cap=3.0, **FACTS))
+    (product,) = results(graph_with(PRODUCT), rows, x)
+    model = graph_with(kernel_node("MatMulCapRows", ["rows", "b", "s"], ["logits"], cap=3.0, **FACTS))
     (whole,) = results(model, rows, x)
     np.testing.assert_allclose(whole, 3 * np.tanh(product.astype(np.float64)), rtol=1e-6)
     for count in (0, 1, 12, 13):
@@ -124,25 +113,27 @@ def test_a_capped_product_is_the_products_cap_in_every_batch() -> None:
         (residual("x", "y", "w", "factor", "v", outputs=["total"]), "a second output goes with a second weight"),
         (residual("x", "y", "w", "factor"), "a second output goes with a second weight"),
         (residual("x", "y", "w", "factor", "v", outputs=["total", ""]), "has no name|a second output goes with"),
-        (kernel("NormRows", ["y", "h"], ["n"], epsilon=EPSILON, width=HEAD), "the last dimension must be `width`"),
-        (kernel("NormRows", ["y", "factor"], ["n"], epsilon=EPSILON, width=-WIDTH), "the last dimension must be `width`"),
-        (kernel("MatMulRows", ["rows", "b", "s"], ["z"], **FACTS | {"N": 2 * WIDTH}), "another size than K, N"),
-        (kernel("MatMulRows", ["rows", "b", "s"], ["z"], **FACTS | {"block_size": 3}), "no kernel takes K, N"),
-        (kernel("MatMulRows", ["rows", "x", "s"], ["z"], **FACTS), "Type Error|must be constants"),
-        (kernel("MatMulCapRows", ["rows", "b", "s"], ["z"], cap=-1.0, **FACTS), "cap must be positive"),
-        (kernel("MatMulStatic", ["rows", "b", "s"], ["z"], input_scale=0.0, output_scale=0.0, **FACTS), "must be positive"),
+        (kernel_node("NormRows", ["y", "h"], ["n"], epsilon=EPSILON, width=HEAD), "the last dimension must be `width`"),
+        (kernel_node("NormRows", ["y", "factor"], ["n"], epsilon=EPSILON, width=-WIDTH), "the last dimension must be `width`"),
+        (kernel_node("MatMulRows", ["rows", "b", "s"], ["z"], **FACTS | {"N": 2 * WIDTH}), "another size than K, N"),
+        (kernel_node("MatMulRows", ["rows", "b", "s"], ["z"], **FACTS | {"block_size": 3}), "no kernel takes K, N"),
+        (kernel_node("MatMulRows", ["rows", "x", "s"], ["z"], **FACTS), "Type Error|must be constants"),
+        (kernel_node("MatMulCapRows", ["rows", "b", "s"], ["z"], cap=-1.0, **FACTS), "cap must be positive"),
+        (kernel_node("MatMulStatic", ["rows", "b", "s"], ["z"], input_scale=0.0, output_scale=0.0, **FACTS), "must be positive"),
         (
-            kernel("FeedForwardRows", ["rows", "b", "s", "b", "s"], ["z"], **FACTS, **{f"second_{name}": n for name, n in FACTS.items()}),
+            kernel_node(
+                "FeedForwardRows", ["rows", "b", "s", "b", "s"], ["z"], **FACTS, **{f"second_{name}": n for name, n in FACTS.items()}
+            ),
             "second_K must be half of N",
         ),
-        (kernel("AttendRows", ["x", "x", "x", "x", "x", "x", "x"], ["z"], num_heads=0), "Type Error|num_heads"),
+        (kernel_node("AttendRows", ["x", "x", "x", "x", "x", "x", "x"], ["z"], num_heads=0), "Type Error|num_heads"),
     ],
 )
 def test_an_operator_that_does_not_fit_is_refused(node: Any, words: str) -> None:
     """A hostile file may say anything of an operator that the kernels take."""
     rows, x = np.ones((1, 2, 64), np.float32), np.ones((1, 2, WIDTH), np.float32)
     with pytest.raises(Exception, match=words):
-        results(graph_of(PRODUCT, node), rows, x)
+        results(graph_with(PRODUCT, node), rows, x)
 
 
 def test_rows_of_another_number_are_refused() -> None:

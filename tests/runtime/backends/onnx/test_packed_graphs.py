@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
-ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from edge_runtime.backends.kernels import loader, packed_cache
 from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource, packed_files
-from edge_runtime.bundle.onnx_graph import KERNELS
 from edge_runtime.session.open import open_session
+from kernel_graphs import graph_of, kernel_node, session_of
 from packed import written
 
 if not loader.usable_variants():
@@ -38,19 +38,14 @@ def products(path: Path, *weights: tuple[str, str], seed: int = 1) -> PackedSour
     random, facts = np.random.default_rng(seed), {"K": SIZE, "N": SIZE, "bits": 4, "block_size": 32}
     levels = {name: random.integers(0, 256, (SIZE, 2, 16)).astype(np.uint8) for name, _ in weights}
     scales = {name: random.standard_normal((SIZE, 2)).astype(np.float32) for _, name in weights}
-    constants = [onnx.numpy_helper.from_array(array, name) for name, array in (levels | scales).items()]
-    nodes = [helper.make_node("MatMulRows", ["x", *names], [f"y{n}"], domain=KERNELS, **facts) for n, names in enumerate(weights)]
-    results = [helper.make_tensor_value_info(f"y{n}", TensorProto.FLOAT, None) for n in range(len(weights))]
-    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["r", SIZE])], results, constants)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(KERNELS, 1)]
-    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
+    outputs = [f"y{number}" for number in range(len(weights))]
+    nodes = [kernel_node("MatMulRows", ["x", *names], [output], **facts) for names, output in zip(weights, outputs, strict=True)]
+    path.write_bytes(graph_of(nodes, {"x": (TensorProto.FLOAT, ["r", SIZE])}, outputs, levels | scales))
     return PackedSource(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def results_of(*sources: PackedSource) -> list[NDArray[np.float32]]:
-    options = ort.SessionOptions()
-    options.register_custom_ops_library(str(loader.kernels_path()))
-    return [array for source in sources for array in ort.InferenceSession(str(source.path), options).run(None, {"x": ROWS})]
+    return [array for source in sources for array in session_of(source.path).run(None, {"x": ROWS})]
 
 
 def kept(cache: PackedCache, *sources: PackedSource) -> list[NDArray[np.float32]]:

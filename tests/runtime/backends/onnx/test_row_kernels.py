@@ -9,39 +9,37 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
-ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
 from edge_runtime.backends.kernels import loader
-from edge_runtime.bundle.onnx_graph import KERNELS
 from edge_runtime.session.open import open_session
+from kernel_graphs import graph_of, kernel_node, session_of
 from row_calls import gate, multiplication
 
 Bundles = Callable[[str], Path]
 built = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
 
 
-def encoded(graph: onnx.GraphProto) -> bytes:
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1), helper.make_opsetid(KERNELS, 1)]
-    return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=11).SerializeToString())
+def gated(width: int = 64, *, block: int = 32, outputs: int = 40, kernel: bool = False) -> tuple[bytes, dict[str, NDArray[Any]]]:
+    """y = gelu(gates) * values by a matrix, from a product with both: one operator, or stock ones; `block`, `outputs`: the matrix's.
 
-
-def gated(width: int = 64, *, block: int = 32, outputs: int = 40, kernel: bool = False) -> onnx.GraphProto:
-    """y = gelu(gates) * values by a matrix, from a product with both: one operator, or stock ones; `block`, `outputs`: the matrix's."""
+    Returns the graph and its weights.
+    """
     random = np.random.default_rng(1)
-    weights = [onnx.numpy_helper.from_array(np.array([width, width]), "sizes")]
+    weights: dict[str, NDArray[Any]] = {"sizes": np.array([width, width])}
 
     def matrix(names: list[str], k: int, n: int, block: int) -> onnx.NodeProto:
         levels, scales = random.integers(0, 256, (n, k // block, block // 2)), random.standard_normal((n, k // block)) / 100
-        arrays = (levels.astype(np.uint8), scales.astype(np.float32))
-        weights.extend(onnx.numpy_helper.from_array(item, name) for item, name in zip(arrays, names[1:3], strict=True))
+        weights[names[1]], weights[names[2]] = levels.astype(np.uint8), scales.astype(np.float32)
         facts = {"K": k, "N": n, "bits": 4, "block_size": block, "accuracy_level": 4}
         return helper.make_node("MatMulNBits", names[:3], names[3:], domain="com.microsoft", **facts)
 
@@ -55,14 +53,12 @@ def gated(width: int = 64, *, block: int = 32, outputs: int = 40, kernel: bool =
     if kernel:
         facts = {"K": 64, "N": 2 * width, "bits": 4, "block_size": 32}
         facts |= {"second_K": width, "second_N": outputs, "second_bits": 4, "second_block_size": block}
-        nodes = [helper.make_node("FeedForwardRows", ["x", "b", "s", "c", "t"], ["y"], domain=KERNELS, **facts)]
-    rows, result = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (("x", ["r", 64]), ("y", None)))
-    return helper.make_graph(nodes, "g", [rows], [result], weights)
+        nodes = [kernel_node("FeedForwardRows", ["x", "b", "s", "c", "t"], ["y"], **facts)]
+    return graph_of(nodes, {"x": (TensorProto.FLOAT, ["r", 64])}, ["y"], weights), weights
 
 
-def by_parts(graph: onnx.GraphProto, block: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+def by_parts(arrays: dict[str, NDArray[Any]], block: int, rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """What the kernels of the parts make of `gated`, with floats between them."""
-    arrays = {item.name: onnx.numpy_helper.to_array(item) for item in graph.initializer}
     levels, scales = arrays["b"].reshape(len(arrays["b"]), -1), arrays["s"]
     both = multiplication(levels, scales, 4, 32, rows).here(loader.usable_variants()[0])
     halves = (half.copy().reshape(-1) for half in np.split(both, 2, axis=1))
@@ -79,20 +75,17 @@ def by_parts(graph: onnx.GraphProto, block: int, rows: NDArray[np.float32]) -> N
 def test_feed_forwards_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_every_variant(
     width: int, block: int, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = gated(width, block=block, outputs=outputs)
+    graph, weights = gated(width, block=block, outputs=outputs)
     rows = np.random.default_rng(2).standard_normal((300, 64)).astype(np.float32)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 2
-    stock = ort.InferenceSession(encoded(graph), options).run(None, {"x": rows})[0]
-    options.register_custom_ops_library(str(loader.kernels_path()))
+    stock = session_of(graph).run(None, {"x": rows})[0]
     first = None
     for variant in loader.usable_variants():
         monkeypatch.setenv(loader.VARIABLE, variant)
-        ours = ort.InferenceSession(encoded(gated(width, block=block, outputs=outputs, kernel=True)), options)
+        ours = session_of(gated(width, block=block, outputs=outputs, kernel=True)[0])
         actual = {count: ours.run(None, {"x": rows[:count]})[0] for count in (0, 1, 5, 8, 12, 13, 16, 17, 25, 300)}
         # Where the first products' last bits differ, a value between them may be rounded to the next level.
         np.testing.assert_allclose(actual[300], stock, atol=0.01 * np.abs(stock).max())
-        first = by_parts(graph, block, rows) if first is None else first
+        first = by_parts(weights, block, rows) if first is None else first
         assert all(np.array_equal(rows, first[:count]) for count, rows in actual.items())
 
 
@@ -100,9 +93,7 @@ def test_feed_forwards_have_stock_numbers_and_a_rows_bits_in_every_batch_and_on_
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the resident size from /proc")
 def test_threads_that_end_leave_no_memory_behind() -> None:
     """A call on 5,000 rows of 64 values takes 0.7 MB of work memory, which each new thread used to keep for ever."""
-    options = ort.SessionOptions()
-    options.register_custom_ops_library(str(loader.kernels_path()))
-    session = ort.InferenceSession(encoded(gated(kernel=True)), options)
+    session = session_of(gated(kernel=True)[0])
     rows = np.ones((5_000, 64), np.float32)
 
     def resident_after(count: int) -> int:
@@ -144,10 +135,14 @@ def cached_share(path: Path) -> float:
 @built
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux")
 def test_an_opened_bundle_leaves_its_files_in_the_cache_of_the_system(onnx_pair: Bundles) -> None:
-    folder = onnx_pair("int4")
+    """Other programs that need memory may drop pages meanwhile, but hardly three times."""
+    folder, shares = onnx_pair("int4"), list[float]()
     (data,) = folder.glob("target*.onnx_data")
-    data.read_bytes()
-    assert cached_share(data) == 1
-    with open_session(folder, threads=1) as session:
-        assert session.row_kernels
-    assert cached_share(data) > 0.9
+    for _ in range(3):
+        data.read_bytes()
+        with open_session(folder, threads=1) as session:
+            assert session.row_kernels
+        shares.append(cached_share(data))
+        if shares[-1] > 0.9:
+            return
+    pytest.fail(f"shares of the file that stayed in the cache: {shares}")

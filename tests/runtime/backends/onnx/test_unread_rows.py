@@ -26,22 +26,22 @@ from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.interfaces import Drafter
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from kept import PAIR, kept
+from kept import PAIR
 from published_formats import to_mobile
-from random_pairs import random_bundle
+from random_pairs import kept_bundle
 from tiny_members import write_member
 
 Bundles = Callable[..., Path]
 # The largest chunk of a prefill is 256 rows, the window of the shipped pair 128.
 PIECES = [[1], [2], [255], [256], [257], [300], [30, 1, 2, 255], [512, 88]]
 PROMPTS = json.loads((PAIR / "prompts.code.json").read_text())
-BUNDLES: dict[str, dict[str, str]] = {
-    "f32": {},
-    "int8": {"target": "int8", "drafter": "int8"},
-    "int4": {"target": "int4", "drafter": "int4"},
-    "K/V f16": {"kv": "f16"},
-    "K/V int8": {"kv": "int8"},
-}
+# Weights and K/V, and who multiplies: our own kernels multiply weights of integers only.
+CASES = [
+    ("f32", "f32", "stock kernels"),
+    ("f32", "f16", "stock kernels"),
+    ("f32", "int8", "stock kernels"),
+    *((weights, "f32", kernels) for weights in ("int8", "int4") for kernels in ("row kernels", "stock kernels")),
+]
 
 
 class Opened(NamedTuple):
@@ -57,7 +57,7 @@ def opened(folder: Path) -> Opened:
     return Opened(target, drafter, notes)
 
 
-@pytest.fixture(params=["row kernels", "stock kernels"])
+@pytest.fixture
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether the project's own kernels multiply."""
     if request.param == "stock kernels":
@@ -119,28 +119,24 @@ def check_prompts(pair: Opened, all_pieces: Sequence[Sequence[int]], vocabulary:
             assert np.linalg.norm(hidden - whole_hidden) < 0.25 * np.linalg.norm(whole_hidden), pieces
 
 
-@pytest.mark.parametrize("weights", BUNDLES)
-def test_what_follows_a_prompt_has_the_same_bits(weights: str, kernels: bool, onnx_pair: Bundles) -> None:
-    request = {"weights": "f32", **BUNDLES[weights]}
-    folder = onnx_pair(request.pop("target", request.pop("weights")), **{k: v for k, v in request.items() if k == "kv"})
-    pair = opened(folder)
+@pytest.mark.parametrize(("weights", "kv", "kernels"), CASES, indirect=["kernels"])
+def test_what_follows_a_prompt_has_the_same_bits(weights: str, kv: str, kernels: bool, onnx_pair: Bundles) -> None:
+    pair = opened(onnx_pair(weights, kv=kv))
     with pair.target:
-        assert pair.target.row_kernels == (kernels and weights in ("int8", "int4"))
+        assert pair.target.row_kernels == kernels
         check_prompts(pair, PIECES)
 
 
 @pytest.mark.parametrize(("seed", "family"), [(0, "e2b"), (1, "e4b"), (2, "12b"), (3, "26b-a4b")])
-@pytest.mark.parametrize("weights", ["f32", "int4"])
-def test_pairs_of_every_shape_compute_the_same(seed: int, family: str, weights: Any, kernels: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "kernels"), [("f32", "stock kernels"), ("int4", "stock kernels"), ("int4", "row kernels")], indirect=["kernels"]
+)
+def test_pairs_of_every_shape_compute_the_same(seed: int, family: str, weights: Any, kernels: bool) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-
-    def export(output: Path) -> None:
-        onnx_request = OnnxRequest(target=weights, drafter=weights, block=32)
-        pair, _ = random_bundle(seed, tmp_path, output=output, gguf=False, onnx=onnx_request)
-        assert pair.family == family
-
-    pair = opened(kept("random-onnx", {"seed": seed, "weights": weights}, export))
+    drawn, bundle = kept_bundle(seed, gguf=False, onnx=OnnxRequest(target=weights, drafter=weights, block=32))
+    assert drawn.family == family
+    pair = opened(bundle)
     with pair.target:
         check_prompts(pair, [[1], [2], [255], [257], [30, 1, 2, 300]], vocabulary=512)
         if weights == "int4":

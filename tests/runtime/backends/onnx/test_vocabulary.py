@@ -117,13 +117,13 @@ def test_a_short_text_does_not_wait_for_a_long_one(both: Both, monkeypatch: pyte
     def encode(text: str, **options: Any) -> Any:
         if len(text) > 1000:
             begun.set()
-            going.wait(30)
+            going.wait(300)
         return tokenizer.encode(text, **options)
 
     monkeypatch.setattr(own, "_tokenizer", SimpleNamespace(encode=encode))
     long = threading.Thread(target=lambda: own.encode("a" * 2000, parse_special=long_special))
     long.start()
-    assert begun.wait(30)
+    assert begun.wait(300), "the long text was not begun"
     assert own.encode("<|turn>b", add_bos=False, parse_special=True)[0] == turn
     assert own.encode("<|turn>b", add_bos=False)[0] != turn
     assert long.is_alive()
