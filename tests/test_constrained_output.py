@@ -168,10 +168,9 @@ def test_an_answer_of_a_chat_keeps_to_the_constraint() -> None:
         assert answer.finish == "stop"
 
 
+@pytest.mark.parametrize("session", ["split"], indirect=True)
 @pytest.mark.parametrize("name", CASES)
 def test_the_policy_that_weighs_costs_writes_what_plain_decoding_does(session: Session, name: str) -> None:
-    if session.drafter_kind != "split":
-        pytest.skip("once is enough")
     constraint, check = CASES[name]
     parts = replace(session._parts, costs=flat_costs, acceptance_cache=None)
     own = Session(replace(parts, settings=session.settings, monitor=None))

@@ -77,23 +77,23 @@ def test_a_text_that_is_continued_goes_on_as_it_would_have(session: Session) -> 
     assert rest.tokens == plain[15:]
 
 
-@pytest.mark.slow(60)
-def test_a_thousand_runs_have_one_text(session: Session) -> None:
+def test_many_runs_have_one_text(session: Session) -> None:
+    """If one run of twenty had another text, 100 runs would show it in 99 of 100 cases."""
     texts = {
         session.generate(PROMPT, max_tokens=12, seed=5, temperature=1.0, top_k=64, draft_length=None if run % 2 else run % 7).text()
-        for run in range(1000)
+        for run in range(100)
     }
     assert len(texts) == 1
 
 
-@pytest.mark.slow(60)
-def test_twenty_processes_have_one_text(bundle: Path, session: Session) -> None:
+def test_processes_have_one_text(bundle: Path, session: Session) -> None:
+    """Each has its own addresses and hashes of strings."""
     plain = session.generate(PROMPT, max_tokens=20, seed=5, temperature=1.0).text()
     code = (
         f"import sys; sys.path[:0] = {sys.path!r}; from edge_runtime.session.open import open_session\n"
         f"with open_session({str(bundle)!r}, threads=1, context=1024) as session:\n"
         f"    print(ascii(session.generate({PROMPT!r}, max_tokens=20, seed=5, temperature=1.0).text()))"
     )
-    for _ in range(20):
+    for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == ascii(plain)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench_records import ONE_OF_EACH
-from edge_devices.telemetry import SWITCHES
+from edge_devices import SWITCHES
 from network_watch import Watched, Watcher
 
 PACKAGES = ("edge_devices", "edge_runtime", "edge_export")

@@ -191,7 +191,7 @@ def takes(name: str, of: object, *, only: Sequence[str] | None = None, panel: st
     return add
 
 
-def declared_options(of: object, *, only: Sequence[str] | None = None, panel: str = "") -> list[click.Option]:
+def declared_options(of: object, *, only: Sequence[str] | None, panel: str = "") -> list[click.Option]:
     """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a name that declares none."""
     kind: Any = of if isinstance(of, type) else type(of)
     hints, declared = get_type_hints(kind), {each.name: each for each in dataclasses.fields(kind) if OPTION in each.metadata}

@@ -33,7 +33,7 @@ edge_run = _command("edge_runtime.cli.run", "edge-run")
 edge_bench = _command("edge_bench.cli.main", "edge-bench")
 # Of a device package, which has the part that measures alone.
 edge_bench_on_device = _command("edge_bench.measure.command", "edge-bench")
-edge_export = _command("edge_export.cli.start", "edge-export")
+edge_export = _command("edge_export.cli.command", "edge-export")
 
 
 def run(module: str, name: str) -> NoReturn:

@@ -26,8 +26,6 @@ from edge_runtime.bundle.integrity import SIGNATURE_NAME
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.config.settings import CONFIG_NAME
 
-# A folder beside an export's output with the state of long steps, so that a repeated call continues where the last one stopped.
-
 _LIST = "state.json"
 
 
@@ -62,8 +60,6 @@ _AT_FDCWD = -100
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 # Python's audit hooks get this event, with the folder's path, just before a new folder takes its place (scripts/checks/faults.py).
 REPLACE_EVENT = "edge_export.replace_folder"
-
-
 # What other programs and people read in a bundle's folder: presets of llama.cpp's server and of Ollama, the model card.
 PRESET_NAME, MODELFILE_NAME, CARD_NAME = "models.ini", "Modelfile", "README.md"
 COMPANIONS = (PRESET_NAME, MODELFILE_NAME, CARD_NAME)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ from edge_export.output import prepare_state
 from edge_export.parity.reference import Reference, load_reference, torch_threads
 from edge_export.quantization.calibration import read_text
 from edge_runtime.bundle.manifest import DrafterTuning
-
-# The texts that a drafter is tuned on and judged by: what the target itself writes after pieces of the user's text.
 
 Tokens = NDArray[np.int64]
 # The text is cut into so many parts; every HELD_OUT-th is only used to judge the drafter.
@@ -95,11 +92,9 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
     return written
 
 
-# Trains a drafter on texts that its target wrote, for a number of minutes, with a state on the disk to go on from; and judges it.
-#
-# The drafter runs at all positions of a text at once, as it drafts: several steps at a constant position, on the target's own rows. At
-# position n it sees token n, the target's hidden row n-1 and the K/V rows before n; its j-th step predicts token n+j. Step j is one
-# forward over all positions, with the tokens shifted by j-1.
+# In training the drafter runs at all positions of a text at once, as it drafts: several steps at a constant position, on the target's own
+# rows. At position n it sees token n, the target's hidden row n-1 and the K/V rows before n; its j-th step predicts token n+j. Step j is
+# one forward over all positions, with the tokens shifted by j-1.
 
 STATE_NAME = "training.safetensors"
 # What AdamW keeps of a weight.
@@ -113,6 +108,7 @@ _MASKED = -1e9
 _STEP_WEIGHT = 0.9
 _CENTROID_WEIGHT = 0.2
 RESAMPLES = 2000
+_SEED = 20261122
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +119,7 @@ class Recipe:
     draft_steps: int = 4
     batch: int = 8
     rate: float = 1e-3
-    seed: int = 20261122
+    seed: int = _SEED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +368,6 @@ TEMPERATURES = (0.0, 0.7)
 DRAFT_LENGTH = 3
 # Acceptance is shown after each of these shares of the training.
 PARTS = 4
-_SEED = 20261122
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +438,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
     tokenizer = request.reference.tokenizer()
     length = min(LENGTH, request.reference.architecture.context)
     parts, held_parts = parts_of(text)
-    begin = monotonic()
+    begin = time.monotonic()
     end = target.config.get_text_config().eos_token_id
     ends = sorted({*request.banned, *(end if isinstance(end, list) else [] if end is None else [end])})
 
@@ -459,7 +454,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
 
     held = written("held-out", 0, held_parts, HELD_OUT, PROMPT, 0.0)
     batches: list[Tokens] = []
-    while len(batches) * BATCH < TEXTS and (not batches or monotonic() - begin < 60 * request.minutes):
+    while len(batches) * BATCH < TEXTS and (not batches or time.monotonic() - begin < 60 * request.minutes):
         number = len(batches)
         prompt = PROMPT if number // len(TEMPERATURES) % 2 else PROMPT // 2
         batches.append(written(f"texts-{number}", 1 + number, parts, BATCH, prompt, TEMPERATURES[number % len(TEMPERATURES)]))

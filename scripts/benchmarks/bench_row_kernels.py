@@ -23,8 +23,8 @@ from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.backends.onnx.open import OrtOptions, open_pair
-from edge_runtime.backends.onnx.target import GraphTarget, pair_of
+from edge_runtime.backends.onnx.open import open_pair
+from edge_runtime.backends.onnx.target import GraphTarget, OrtOptions, pair_of
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.planning.speed import row_reads
 

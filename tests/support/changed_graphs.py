@@ -1,15 +1,24 @@
-"""Bundles whose graphs are others than their export wrote."""
+"""The nodes of graphs, and bundles whose graphs are others than their export wrote."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from edge_devices.files.limited_read import sha256_of
 from edge_runtime.bundle.manifest import with_hash
+
+
+def nodes_of(graph: Any) -> Iterator[Any]:
+    """All nodes of a graph, those in Loops and Ifs too."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
 
 
 def with_graphs(folder: Path, output: Path, change: Callable[[Any], Any], roles: Sequence[str] = ()) -> Path:

@@ -144,6 +144,7 @@ def scripted_server(
     card = ModelCard(
         name="scripted",
         context=2048,
+        trained_context=4096,
         sessions=1,
         drafter="none",
         kernels=None,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.telemetry import SWITCHES
+from edge_devices import SWITCHES
 
 _WATCH = r"""
 #define _GNU_SOURCE

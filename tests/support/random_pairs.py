@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kept import kept
 from tiny_members import FULL, NO_PER_LAYER, SLIDING, VOCABULARY, built_model, publish_config, write_tokenizer
 
 FAMILIES = ("e2b", "e4b", "12b", "26b-a4b", "31b")
@@ -158,6 +159,11 @@ def random_bundle(seed: int, folder: Path, *, both: Mapping[str, Any] | None = N
     pair, target, drafter = write_random_pair(seed, folder, both=both)
     values = {"target": str(target), "drafter": str(drafter), "output": folder / "bundle", "context": 1024, "verify": False, **request}
     return pair, export_pair(ExportRequest(**values)).folder
+
+
+def kept_bundle(seed: int, **request: Any) -> tuple[RandomPair, Path]:
+    """The same, made once for all tests and read-only."""
+    return draw(seed), kept("random", {"seed": seed, **request}, lambda folder: random_bundle(seed, folder, **request)) / "bundle"
 
 
 def _fill(model: Any, seed: int, scales: Scales) -> None:

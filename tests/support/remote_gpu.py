@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from kept import ROOT, kept
+from polling import wait
 
 _SOURCES = Path(os.environ.get("EDGE_MTP_LLAMA_CPP", ROOT / "build/llama.cpp/source")) / "ggml"
 _ENDPOINT = "EDGE_MTP_TEST_GPU"
@@ -64,7 +64,7 @@ def remote_gpu() -> Iterator[dict[str, str]]:
         for line in server.stdout:
             if "transport" in line:  # the last line before it listens
                 break
-        time.sleep(0.2)
+        assert wait(lambda: server.poll() is not None or _listens(endpoint)), "the server does not listen"
         assert server.poll() is None
         threading.Thread(target=server.stdout.read, daemon=True).start()  # it writes lines of each client, and waits where nobody reads
         yield {"GGML_BACKEND_PATH": str(library), _ENDPOINT: endpoint}
@@ -72,6 +72,15 @@ def remote_gpu() -> Iterator[dict[str, str]]:
         server.kill()
         server.wait()
         server.stdout.close()
+
+
+def _listens(endpoint: str) -> bool:
+    host, _, port = endpoint.partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _libraries() -> Path:

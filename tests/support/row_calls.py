@@ -69,6 +69,13 @@ class Call:
         return struct.pack("16s16s8q6q", self.function.encode(), variant.encode(), *sizes, *lengths) + b"".join(arrays)
 
 
+def unread_rows() -> int:
+    """How many rows of products this process has left out of graphs of ggml so far, because nothing reads them."""
+    kernels = load_library()
+    kernels.edge_ggml_unread_rows.restype = ctypes.c_int64
+    return int(kernels.edge_ggml_unread_rows())
+
+
 def multiplication(levels: Array, scales: Array, bits: int, block: int, values: Array) -> Call:
     """Levels [outputs, inputs * bits / 8] and scales [outputs, blocks], as MatMulNBits stores them, by values [rows, inputs]."""
     outputs, inputs = len(levels), levels.shape[1] * 8 // bits

@@ -17,6 +17,7 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.encoder_inputs import Image, Sound
+from kept import kept
 from tiny_members import MEMBERS, write_member
 
 # The text of each media token, and its key in config.json.
@@ -131,6 +132,11 @@ def export_media_pair(
     )
     export_pair(request)
     return root / "bundle"
+
+
+def kept_media_pair(*, media: EncoderType | None = "f32", **request: Any) -> Path:
+    """Returns the folder that `export_media_pair` fills, made once for all tests and read-only."""
+    return kept("media", {"media": media, **request}, lambda root: export_media_pair(root, media=media, **request))
 
 
 def picture(height: int, width: int, seed: int) -> Image:

@@ -49,11 +49,11 @@ def send(connection: socket.socket, message: bytes) -> None:
     connection.sendall(_LENGTH.pack(len(message)) + message)
 
 
-def receive(connection: socket.socket, limit: int = MAX_BYTES) -> bytes:
-    """Returns the next message. Raises EOFError if the other side is gone, OSError, or ValueError for more than `limit` bytes."""
+def receive(connection: socket.socket) -> bytes:
+    """Returns the next message. Raises EOFError if the other side is gone, OSError, or ValueError for more than MAX_BYTES bytes."""
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    if size > limit:
-        raise ValueError(f"a message has {size} bytes; at most {limit} are expected")
+    if size > MAX_BYTES:
+        raise ValueError(f"a message has {size} bytes; at most {MAX_BYTES} are expected")
     return _exactly(connection, size)
 
 

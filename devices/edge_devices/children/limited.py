@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass
 
 from edge_devices.errors import EdgeError
 
-# How a child process of this Python is started, so that nothing in the current folder is taken for a module, and how it answers.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -58,13 +56,7 @@ def import_paths() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-# The limits of a child, set in the child: `python -P -m edge_devices.children.limited LIMITS MODULE ARGUMENTS...` runs a module so.
-#
-# Windows has none of them: there the parent's time limit holds, and each library's own.
-
 _PR_SET_PDEATHSIG = 1
-
-
 _limited = False
 
 
@@ -75,7 +67,10 @@ def limit_step(seconds: float) -> None:
 
 
 def limit_process(limits: Limits) -> None:
-    """Limits this process for good; a child also leaves no dump of its memory behind."""
+    """Limits this process for good; a child also leaves no dump of its memory behind.
+
+    Windows has no such limits: there the parent's time limit holds, and each library's own.
+    """
     global _limited
     try:
         import resource

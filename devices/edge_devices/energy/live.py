@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from types import TracebackType
 from typing import Any, Literal
 
 from edge_devices.energy.intervals import Interval, combined, of_error, of_model
@@ -108,10 +107,10 @@ class EnergyWatch:
             self._window = (self._recorder.mark(), 0.0)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._recorder:
             self._window = (self._window[0], self._recorder.mark())
-            self._recorder.__exit__(kind, error, traceback)
+            self._recorder.__exit__(*error)
 
     def end_prompt(self) -> None:
         """Says, inside of the block, that a request's prompt is computed; what follows are its answer's rounds."""

@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, pvariance
-from types import TracebackType
 
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
-
-# The measured behaviour of a meter: how often its value is updated, how late a load shows, and how many reads return no value.
 
 MIN_CHANGES = 8
 LAGS_OF_LEAD = 1.5
@@ -141,11 +138,7 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
 
 
-# Reads a meter repeatedly while other work runs.
-
 JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
-
-
 SLEPT = "the machine slept"  # begins the reason of a fault that no window may contain
 SLEPT_S = 0.5
 # A clock that counts the time asleep, and one that does not: Linux and Android, then macOS.
@@ -240,7 +233,7 @@ class Recorder:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread:
             self._thread.join()

@@ -362,7 +362,7 @@ MAX_MISSING = 0.5  # share of a window; what is missing widens its figure's inte
 LOST_READINGS = frozenset((Scope.RAILS, Scope.BOARD, Scope.MODULE, Scope.EXTERNAL, Scope.PACKAGE, Scope.PLATFORM))
 
 
-def too_short(log: RunLog, seconds: float, lead_s: float = 0.0) -> str | None:
+def too_short(log: RunLog, seconds: float, lead_s: float) -> str | None:
     """Returns why a window of this length is too short for the meter, or None. `lead_s`: seconds of the same work before it."""
     need = log.characteristics.shortest_measured_s + max(0.0, log.characteristics.lead_in_s - lead_s)
     if seconds >= need:
@@ -406,20 +406,14 @@ def meter_lines(findings: Sequence[Finding], measured: Mapping[str, Characterist
     `measured`: characteristics of the usable ones, or why there are none.
     """
     lines = []
-    for finding in (f for f in findings if f.meter):
-        facts = finding.meter.facts if finding.meter else None
-        if facts:
-            unit = "J" if facts.kind == "counter" else "W"
-            expected = (
-                f"new about every {facts.refresh_s:g} s, a load shows after {facts.lag_s:g} s"
-                if facts.lag_s
-                else f"new about every {facts.refresh_s:g} s"
-            )
-            lines.append(f"usable   {facts.name}: {facts.kind}, scope {facts.scope}, {expected}, {facts.resolution:g} {unit} steps")
-            lines += [f"           {note}" for note in (*([f"needs {facts.needs}"] if facts.needs else []), *facts.notes)]
-            figures = (measured or {}).get(facts.name)
-            if figures is not None:
-                lines.append(f"           {figures if isinstance(figures, str) else _measured(figures)}")
+    for facts in (finding.meter.facts for finding in findings if finding.meter):
+        unit = "J" if facts.kind == "counter" else "W"
+        expected = f"new about every {facts.refresh_s:g} s" + (f", a load shows after {facts.lag_s:g} s" if facts.lag_s else "")
+        lines.append(f"usable   {facts.name}: {facts.kind}, scope {facts.scope}, {expected}, {facts.resolution:g} {unit} steps")
+        lines += [f"           {note}" for note in (*([f"needs {facts.needs}"] if facts.needs else []), *facts.notes)]
+        figures = (measured or {}).get(facts.name)
+        if figures is not None:
+            lines.append(f"           {figures if isinstance(figures, str) else _measured(figures)}")
     for finding in (f for f in findings if f.state is MeterState.PRESENT):
         lines.append(f"present  {finding.name}: {finding.reason}")
         if finding.remedy:

@@ -208,7 +208,6 @@ def _take(log: RunLog | None, kind: str, record: dict[str, Any]) -> RunLog:
 
 
 def _begun(header: dict[str, Any]) -> RunLog:
-    """Returns the log that a header begins."""
     if header["schema"] != SCHEMA:
         raise ValueError(f"schema {str(header['schema'])[:40]}; this version reads {SCHEMA}: upgrade edge-mtp")
     if "meter" not in header:

@@ -22,8 +22,6 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import REPLAYED, Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
 from edge_devices.meters.search import choose_meter
 
-# The offset of an external meter's clock, found from load steps, and a run log with its readings.
-
 MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit
 MAX_RECORDING_S = 6 * 3600.0
@@ -156,8 +154,6 @@ def _pauses(trace: Trace) -> list[tuple[float, str]]:
         for time_s in edges
     ]
 
-
-# Meters that are requested by name and never found by the search: an estimate, a replayed recording, and an external meter.
 
 ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 
 from edge_devices.energy.recorder import Characteristics
 from edge_devices.errors import MeasurementError
-from edge_devices.meters.base import Kind, MeterFacts, Trace
+from edge_devices.meters.base import Kind, Trace
 
 # A window's energy is a difference of a counter or the integral of a sampler. Near its edges, readings still reflect the time outside.
 # Where the same work went on for the lead-in before the window, readings are late by the same at both edges, and all of them count. Else
@@ -60,11 +60,6 @@ def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteri
     if trace.facts.kind is Kind.COUNTER:
         return _difference(trace, start_s, end_s, meter, lead_s)
     return _integral(trace, start_s, end_s, meter, lead_s)
-
-
-def longest_hold(facts: MeterFacts, meter: Characteristics) -> float:
-    """Returns for how many seconds a reading may stand. A gap as long as during characterisation is normal for the meter."""
-    return max(LONGEST_GAP * meter.refresh_s, LONGEST_GAP * facts.poll_s, 1.5 * meter.longest_gap_s)
 
 
 def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float) -> WindowEnergy:
@@ -118,7 +113,8 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     inside = trace.span(begin, end_s)
     if not inside or trace.times[inside[0]] >= end_s:
         raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work")
-    hold_s = longest_hold(trace.facts, meter)
+    # A gap as long as during characterisation is normal for the meter.
+    hold_s = max(LONGEST_GAP * meter.refresh_s, LONGEST_GAP * trace.facts.poll_s, 1.5 * meter.longest_gap_s)
     if lead_s >= meter.lead_in_s and inside[0] > 0:
         inside = range(inside[0] - 1, inside.stop)
     missing_s = max(0.0, trace.times[inside[0]] - begin - hold_s)
@@ -194,8 +190,6 @@ def _longest_gap(times: list[float], start_s: float, end_s: float) -> float:
     return max(b - a for a, b in pairwise(edges))
 
 
-# Energy of the phases within a window.
-#
 # Prefill, draft and verify are too short for any meter. Calibrated: a loop of each phase alone gives its power, and power × seconds of the
 # phases gives their *shares* of the joules that the window measured. The joules are always the window's; what the calibration got wrong
 # moves them from one phase to another only. Time-proportional: without known powers all phases are assumed to take the mean power.

@@ -17,8 +17,6 @@ from typing import Self
 
 from edge_devices.errors import EdgeError, MeasurementError
 
-# Temporary files and folders named after their process, so that a later process can tell which of them are stale.
-
 try:
     import fcntl
 except ImportError:  # Windows
@@ -83,7 +81,7 @@ def clear_stale(path: Path, kind: str = PARTIAL) -> None:
     _remove(stale_of(path, kind))
 
 
-def clear_stale_in(folder: Path, names: str = ".+") -> None:
+def clear_stale_in(folder: Path, names: str) -> None:
     """Removes the stale temporary files of files whose names fit an expression without groups; ignores what cannot be removed."""
     _remove(_stale_in(folder, names, PARTIAL))
 
@@ -138,8 +136,6 @@ def is_running(process: int) -> bool:
     return True
 
 
-# Files that are replaced completely or left as they were, however the process ends, and files that grow while something is measured.
-
 # Conversations and cached rows are their owner's alone.
 _PRIVATE = 0o600
 _PUBLIC = 0o644
@@ -167,11 +163,9 @@ def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) ->
         raise
 
 
-def write_text(path: Path, parts: Iterable[str], *, parents: bool = False) -> None:
-    """Writes UTF-8 text with `atomic_write`, readable by everyone; `parents` makes missing folders. Raises EdgeError."""
+def write_text(path: Path, parts: Iterable[str]) -> None:
+    """Writes UTF-8 text with `atomic_write`, readable by everyone. Raises EdgeError."""
     try:
-        if parents:
-            destination_of(path).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, (part.encode() for part in parts), mode=_PUBLIC)
     except OSError as error:
         raise EdgeError(f"{path} cannot be written ({error.strerror}); choose another place") from error

@@ -23,8 +23,8 @@ def sha256_of(path: Path, length: int | None = None, progress: Callable[[int], N
 
 
 _PIECE = 1 << 20
-# Without O_NONBLOCK, opening a pipe that has no writer would wait.
-_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# Of a file that is read: no link. Without O_NONBLOCK, opening a pipe that has no writer would wait.
+READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class FileTooLarge(OSError):
@@ -56,7 +56,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link, and a bundle holds none", str(path))
-    with os.fdopen(os.open(path, _FLAGS), "rb", buffering=0) as file:
+    with os.fdopen(os.open(path, READ_FLAGS), "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         return _read(file, max_bytes)

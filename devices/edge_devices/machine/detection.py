@@ -16,10 +16,6 @@ from edge_devices.files.typed_json import from_json
 from edge_devices.machine.facts import Machine, driver_facts, installed_version, read_machine
 from edge_devices.machine.system import System
 
-# Profiles of common devices, as priors: facts read on the machine itself take precedence.
-#
-# The files (`profiles/*.toml`) name their sources. None was checked on hardware.
-
 BITS_PER_BYTE = 8
 WattsOf = Literal["device", "laptop", "processor"]
 
@@ -71,7 +67,7 @@ class Profile:
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Returns the package's profiles by name."""
+    """Returns the package's profiles by name. Their files name their sources; none was checked on hardware."""
     folder = resources.files("edge_devices") / "profiles"
     files = (f for f in folder.iterdir() if f.name.endswith(".toml"))
     return {p.name: p for p in sorted((parse_profile(f.name[:-5], f.read_text(encoding="utf-8")) for f in files), key=lambda p: p.name)}

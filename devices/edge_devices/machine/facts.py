@@ -17,8 +17,6 @@ from pathlib import Path
 from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.system import System
 
-# The processors this process may use, fastest first, and how to stay on some of them.
-
 # ggml aborts the process above this.
 MAX_THREADS = 512
 _SYSTEM = Path("/sys/devices/system/cpu")
@@ -87,8 +85,6 @@ def _speed(folder: Path) -> int | None:
     return None
 
 
-# The drivers of a machine's GPUs and NPUs: what results of an accelerator depend on beside the hardware.
-
 # Kernel modules of GPUs and NPUs; those with a version of their own have it in sysfs, others change with the kernel.
 _MODULES = ("nvidia", "amdgpu", "i915", "xe", "nouveau", "panfrost", "panthor", "v3d", "msm", "intel_vpu", "amdxdna")
 # Where Vulkan's loader looks for its drivers (Vulkan-Loader, docs/LoaderDriverInterface.md).
@@ -149,8 +145,6 @@ def _size(manifest: Path, library: str) -> str:
     path = manifest.parent / library if re.search(r"[/\\]", library) else None
     return f", {path.stat().st_size} bytes" if path is not None and path.is_file() else ""
 
-
-# Facts about this machine: processor, features and memory from the kernel's files, and what is installed.
 
 # /proc/cpuinfo "CPU part" numbers of Arm's and Qualcomm's cores (Arm TRMs; Linux arch/arm64/include/asm/cputype.h).
 ARM_PARTS = {

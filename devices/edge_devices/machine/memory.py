@@ -85,7 +85,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     return min([*_groups_available(root), *([] if whole is None else [whole])], default=None)
 
 
-def address_space_left(root: Path = Path("/")) -> int | None:
+def address_space_left() -> int | None:
     """Returns how many bytes this process may still map, files included, under RLIMIT_AS (setrlimit(2), `ulimit -v`).
 
     None without such a limit, and where the kernel does not report what is mapped.
@@ -96,13 +96,13 @@ def address_space_left(root: Path = Path("/")) -> int | None:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     except (ImportError, OSError, ValueError):  # Windows has none
         return None
-    mapped = mapped_bytes(root)
+    mapped = mapped_bytes()
     return None if limit == resource.RLIM_INFINITY or mapped is None else max(0, limit - mapped)
 
 
-def mapped_bytes(root: Path = Path("/")) -> int | None:
+def mapped_bytes() -> int | None:
     """Returns VmSize of /proc/self/status, all that this process has mapped; None where there is none."""
-    return next((int(line.split()[1]) * 1024 for line in _lines(root / "proc/self/status") if line.startswith("VmSize:")), None)
+    return next((int(line.split()[1]) * 1024 for line in _lines(Path("/proc/self/status")) if line.startswith("VmSize:")), None)
 
 
 def mem_available(meminfo: str) -> int | None:

@@ -11,9 +11,7 @@ from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 
-# What a machine says about being slowed down: a Raspberry Pi's firmware, Intel's counters, and the kernel's cooling devices.
-#
-# Facts: `vcgencmd get_throttled` (Raspberry Pi documentation), arch/x86/kernel/cpu/mce/therm_throt.c and
+# Facts about throttling: `vcgencmd get_throttled` (Raspberry Pi documentation), arch/x86/kernel/cpu/mce/therm_throt.c and
 # Documentation/driver-api/thermal/sysfs-api.rst of Linux.
 
 # A shell without a login has no /opt/vc/bin in its PATH, where older systems keep it.
@@ -74,9 +72,8 @@ def _cooling_devices(system: System) -> list[tuple[str, int]]:
     return devices
 
 
-# Battery and heat from Android's services, which also answer the shell user; most builds deny that user the files below /sys.
-#
-# Facts: `dumpsys battery` (BatteryService) and `dumpsys thermalservice` (PowerManager.THERMAL_STATUS_*) of AOSP.
+# Android's services also answer the shell user, to whom most builds deny the files below /sys. Facts: `dumpsys battery`
+# (BatteryService) and `dumpsys thermalservice` (PowerManager.THERMAL_STATUS_*) of AOSP.
 
 THERMAL_NAMES = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
 LIGHT, MODERATE = 1, 2
@@ -143,10 +140,8 @@ def parse_dumpsys(text: str) -> dict[str, str]:
     return fields
 
 
-# The kernel's power_supply class: batteries and chargers of laptops and phones.
-#
-# Facts: Documentation/ABI/testing/sysfs-class-power of Linux. The ABI says that a negative current discharges, real ACPI batteries say the
-# opposite: the direction is taken from `status` alone, the figure without its sign.
+# Batteries and chargers. Facts: Documentation/ABI/testing/sysfs-class-power of Linux. The ABI says that a negative current discharges,
+# real ACPI batteries say the opposite: the direction is taken from `status` alone, the figure without its sign.
 
 SUPPLIES = "sys/class/power_supply"
 # A kilowatt and 100 A or V, in micro units: beyond are ACPI's words for an unknown value, such as 0xFFFFFFFF thousand.
@@ -249,8 +244,6 @@ def require_discharging(system: System, supplies: list[Supply]) -> None:
         raise MeterError(f"{statuses}, but only a discharging battery shows the energy used; unplug the charger")
 
 
-# The state of a machine before and after a measurement, and what in it makes figures invalid.
-#
 # What is bad excludes the measurement around it. What is not known is never taken for fine: `warnings` names it.
 
 # Bits of `vcgencmd get_throttled`: undervoltage, capped clock, throttled, soft temperature limit; bits 16 to 19 say the same of any time
@@ -266,7 +259,7 @@ class DeviceState:
     """A snapshot; None where a value is unknown, and `unknown` has what should be known on this machine and is not, with the reason.
 
     Frequencies in kHz, temperature in °C, swap in bytes, `clock_mhz` of the fastest processor; `thermal_status` is Android's, 0 to 6;
-    `throttled`, `throttle_count` and `cooling` are those of `throttling.Throttling`.
+    `throttled`, `throttle_count` and `cooling` are those of `Throttling`.
     """
 
     throttled: int | None = None

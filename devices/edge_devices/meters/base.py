@@ -27,7 +27,6 @@ class Scope(StrEnum):
     DEVICE = "device_battery"  # the whole device, display and radios included
     GPU = "gpu_board"  # one graphics board with its memory
     EXTERNAL = "external_dc"  # a meter in the supply line
-    WALL = "wall"  # a meter at the mains
     ESTIMATE = "estimate"  # no measurement: a power model
 
 

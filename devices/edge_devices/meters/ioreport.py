@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, tried
 
 NAME = "apple:ioreport"
 GROUP, CHANNELS = "Energy Model", "IOReportChannels"
@@ -150,10 +150,6 @@ def find(system: System, opened: Callable[[], Callable[[], list[Counter]] | None
         return []
     try:
         read = opened()
-        if read is None:
-            return [absent(NAME, "this system has no library of IOReport")]
-        meter = package_meter(system, read)
-        meter.read()
     except MeterError as error:
         return [present(NAME, str(error))]
-    return [usable(meter)]
+    return [absent(NAME, "this system has no library of IOReport") if read is None else tried(package_meter(system, read))]

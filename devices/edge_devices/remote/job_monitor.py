@@ -1,6 +1,8 @@
 """A job on the device, watched there: the phone stays awake, and its state is recorded while the command runs.
 
-`python -m edge_devices.remote.job_monitor FILE -- COMMAND...`
+`python -m edge_devices.remote.job_monitor FILE -- COMMAND...` writes one JSON object per line, synchronised to disk before the next, so
+that the record survives an empty battery. Kinds: `look` (a state sample: t in seconds since the start, memory and free space of the disk
+in bytes, state), `waiting`, `begin`, `note` (a sentence for readers of the figures), `end` (the exit code).
 """
 
 from __future__ import annotations
@@ -25,8 +27,6 @@ from edge_devices.machine.system import System
 from edge_devices.transports.base import Transport
 from edge_devices.transports.jobs import running_job
 
-# A phone that stays awake while it measures, and gets its settings back however the run ends.
-#
 # Off the charger, Android suspends everything a while after the screen goes off. The shell user can take no wake lock, so the screen stays
 # on: its timeout is lengthened, and the phone is woken before each sample. The screen's watts are in idle power too. Doze is disabled.
 #
@@ -108,12 +108,6 @@ def restore_settings(transport: Transport, log: Callable[[str], None]) -> None:
         log("the screen's timeout and Doze are as they were before a run that was cut off")
 
 
-# Runs a command on the device and records the device's state meanwhile: `python -m edge_devices.remote.job_monitor FILE -- COMMAND...`
-#
-# One JSON object per line, synchronised to disk before the next, so that the record survives an empty battery. Kinds: `look` (a state
-# sample: t in seconds since the start, memory and free space of the disk in bytes, state), `waiting`, `begin`, `note` (a sentence for
-# readers of the figures), `end` (the exit code).
-
 INTERVAL_SECONDS = 5.0
 MAX_WAIT_SECONDS = 1800.0
 SETTLING_SECONDS = 10.0  # after unplugging: the gauge shows the charger's current for up to 7 s
@@ -164,7 +158,7 @@ def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
     return False
 
 
-def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System, settings: str = "") -> int:
+def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System, settings: str) -> int:
     """Runs a command to its end, with a sample every `interval_s` seconds; returns its exit code. SIGTERM is passed on to the command.
 
     A phone is kept awake meanwhile; `settings` is the file for what is changed on it.

@@ -15,9 +15,6 @@ from edge_devices.machine.system import CommandResult, System
 from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
-# Recordings of the files and command outputs that meters read: a device from afar is read with one command, and tests have devices that
-# are not at hand.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
@@ -31,7 +28,7 @@ class Recording:
 
 
 class RecordedSystem(System):
-    """A machine that is only a recording; every command not in it is unknown."""
+    """A machine that is only a recording, as of a device from afar, or in tests; every command not in it is unknown."""
 
     def __init__(self, recording: Recording, **fields: Any) -> None:
         """`fields`: clock and sleep, where a test needs its own."""
@@ -67,10 +64,6 @@ class RecordedSystem(System):
         """Returns whether a file or folder was there."""
         return any(p == path or p.startswith(path + "/") for p in vars(self)["_paths"])
 
-
-# A snapshot of a remote device: the files and command outputs that meters and state are read from, fetched with one command.
-#
-# Its preflight: reasons to refuse a run, and warnings for the reader of its figures (docs/measure-energy.md, protocol).
 
 # The files that meters and the state of a machine are read from, by folder.
 _NAMES = {

@@ -316,8 +316,11 @@ def _no_gguf(files: list[str], name: HubName, role: str) -> str:
 
 def _missing_bytes(name: HubName, patterns: list[str], sizes: dict[str, int]) -> int:
     """Returns the bytes to download: of the files that match and are not in the cache."""
-    fitting = [file for file in sizes if any(PurePosixPath(file).match(pattern) for pattern in patterns)]
-    return sum(sizes[file] for file in fitting if not is_cached(name.repository, name.revision, file))
+    return sum(size for file, size in _matching(sizes, patterns).items() if not is_cached(name.repository, name.revision, file))
+
+
+def _matching(sizes: dict[str, int], patterns: list[str]) -> dict[str, int]:
+    return {file: size for file, size in sizes.items() if any(PurePosixPath(file).match(pattern) for pattern in patterns)}
 
 
 def _check_room(name: HubName, needed: int) -> None:
@@ -364,6 +367,5 @@ def _listed(files: list[str]) -> str:
 
 def _download(name: HubName, patterns: list[str], sizes: dict[str, int], progress: Progress | None) -> Path:
     if progress is not None:
-        total = sum(size for file, size in sizes.items() if any(PurePosixPath(file).match(pattern) for pattern in patterns))
-        progress.step(f"Fetch {name}", total or None)
+        progress.step(f"Fetch {name}", sum(_matching(sizes, patterns).values()) or None)
     return download(name.repository, name.revision, patterns, progress)

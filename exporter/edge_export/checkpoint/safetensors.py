@@ -17,8 +17,6 @@ from safetensors import SafetensorError, safe_open
 from edge_devices.files.limited_read import FileTooLarge, read_at_most
 from edge_export.errors import CheckpointError
 
-# Values from untrusted files: JSON objects, whose size is checked before reading, and single values with their types and limits.
-
 MAX_JSON_BYTES = 256 << 20
 MAX_SIZE = 1 << 24
 # Within float32, the type of numbers in GGUF and ONNX.

@@ -145,8 +145,6 @@ def _widen(source: Path, output: Path, factor: int) -> None:
         values[tuple(map(slice, tensors[name].shape))] = mapped(tensors[name])
 
 
-# Opens and checks a pair that the user names as folders, hub names or GGUFs.
-
 # Files of a checkpoint folder, besides the weights, that determine the bundle.
 _SIDE_FILES = (
     "config.json",
@@ -239,7 +237,7 @@ def _check_target(source: ResolvedSource) -> None:
 def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
     """Opens both halves for a plan, which needs no weights: a hub repository or a folder may have no more than config.json.
 
-    A name of `published.sizes`, such as E2B, is that size. Raises CheckpointError.
+    A published size, such as E2B, is a name too. Raises CheckpointError.
     """
     first, second = _planned("target", target), _planned("drafter", drafter)
     if first is None and second is None:
@@ -310,7 +308,7 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
     )
 
 
-def manifest_source(source: ResolvedSource, progress: Callable[[int], None] = lambda _: None) -> ModelSource:
+def manifest_source(source: ResolvedSource, progress: Callable[[int], None]) -> ModelSource:
     """Hashes the files the export read; `progress` gets the bytes read since its last call."""
     files = tuple(_hashed(path, progress) for path in source_files(source))
     return ModelSource(origin=source.public_name, model_type=source.checkpoint.model_type, files=files)

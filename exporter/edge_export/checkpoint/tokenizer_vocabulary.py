@@ -225,13 +225,14 @@ def _read_template(part: dict[str, Any], settings: dict[str, Any], added: dict[s
 
 
 def _template_tokens(entries: Any) -> list[str | None]:
+    """The special token of each entry of a template; None for the text itself."""
     return [_template_token(entry) for entry in entries] if isinstance(entries, list) else []
 
 
 def _template_token(entry: Any) -> str | None:
-    """The special token of one template entry; None for the text itself."""
     token = entry.get("SpecialToken") if isinstance(entry, dict) else None
-    return _content({"content": token.get("id")}) if isinstance(token, dict) else None
+    text = token.get("id") if isinstance(token, dict) else None
+    return text if isinstance(text, str) else None
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
+from edge_export.checkpoint.architecture import Shapes
 from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_rows, read_values
 from edge_export.errors import CheckpointError
 
@@ -173,8 +174,6 @@ _DROPPED = ("weight_shape", "k_cache_scale", "v_cache_scale", "k_scale", "v_scal
 _BITS = (2, 4, 8)
 # Values of a row with one scale in -qat-w4a16-ct.
 GROUP = 32
-# Names and shapes of a model's matrices.
-Shapes = Mapping[str, tuple[int, ...]]
 # Scales of a linear layer's input and output; 0: not rounded.
 Rounding = tuple[float, float]
 

@@ -1,1 +1,1 @@
-"""edge-export: start, command, progress display, Optimum's subcommand."""
+"""edge-export: command, progress display, Optimum's subcommand."""

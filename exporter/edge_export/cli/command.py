@@ -5,6 +5,8 @@ Progress goes to standard error, results to standard output.
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from edge_devices.command_line import LazyCommands, PanelGroup
@@ -37,8 +39,20 @@ Examples:
 """
 
 
-class TargetNamed(PanelGroup):
-    """A group that explains the right command if a target stands in a command's place."""
+INSTALL = "pip install 'edge-mtp[export]' (or [export-onnx], without llama.cpp)"
+
+
+class ExportCommands(PanelGroup):
+    """A group that explains the right command if a target stands in a command's place, and names a package that is not installed."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().main(*arguments, **options)
+        except ModuleNotFoundError as error:
+            if (error.name or "edge_export").partition(".")[0].startswith("edge_"):
+                raise
+            click.echo(f"Error: edge-export needs {error.name}, which is not installed; run: {INSTALL}", err=True)
+            raise SystemExit(1) from error
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Returns the command. Raises a usage error for a checkpoint in its place."""
@@ -47,7 +61,7 @@ class TargetNamed(PanelGroup):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=TargetNamed, commands=COMMANDS, epilog=EXAMPLES)
+@click.group(cls=ExportCommands, commands=COMMANDS, epilog=EXAMPLES)
 @click.version_option(package_name="edge-mtp")
 def main() -> None:
     """Export a Gemma 4 target and its MTP drafter as one bundle, or build what runs bundles on a device."""

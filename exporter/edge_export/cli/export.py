@@ -46,8 +46,6 @@ from edge_runtime.errors import OUT_OF_MEMORY
 from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.planning.speed_profile import speed_profile
 
-# `edge-export pair` and `edge-export reference`: checkpoints to a bundle; and the options that several commands share.
-
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 # Not called like fields of requests, which are options too.
 target_name = click.argument("target_name", metavar="[TARGET]", required=False)
@@ -262,9 +260,6 @@ def _check(formats: str, request: ExportRequest, importance: ImportanceSources, 
         raise click.UsageError("graphs of fixed shapes keep the K/V cache in float32; leave --onnx-kv out, or --device")
 
 
-# `edge-export plan`: what a pair will take and how fast it will be, before it is exported.
-
-
 @click.command(cls=PanelCommand)
 @target_name
 @drafter_name
@@ -308,9 +303,6 @@ def plan(
         click.echo(line)
 
 
-# `edge-export package`: a folder that runs bundles on a device where nothing is installed.
-
-
 @click.command(cls=PanelCommand)
 @click.argument("platform", type=click.Choice(list(PLATFORMS)), metavar="PLATFORM")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FOLDER", help="Folder to write the package to.")
@@ -338,9 +330,6 @@ def package(platform: str, output: Path, request: PackageRequest, as_json: bool)
         f"{output / README} says how to make a bundle, chat, serve and measure on the device.",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-# `edge-export publish`: uploads a bundle to the Hugging Face hub, with its model card.
 
 
 @click.command(cls=PanelCommand)

@@ -22,8 +22,6 @@ from edge_export.device_package.subprocesses import Step
 from edge_export.device_package.wheels import DISTRIBUTION, add_own_code, add_wheels, write_launchers
 from edge_export.output import FolderKind, check_output, partial_folder
 
-# A package's README: how it gets onto the device, and the first three things to do there.
-
 README = "README.md"
 _TEXT = """\
 # edge-mtp VERSION for PLATFORM

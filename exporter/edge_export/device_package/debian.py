@@ -22,11 +22,10 @@ from edge_devices.files.limited_read import sha256_of
 from edge_export.device_package.inventory import PYTHON, SITE, Component, Platform, keep_licence, load_segments, write_file
 from edge_export.errors import PackageError
 
-# numpy with a small BLAS: Debian's BLIS, of 2 MB, in the place of the OpenBLAS with LAPACK of its wheel, of 30 MB.
-#
-# A device multiplies small matrices and solves nothing. numpy asks for its BLAS by names with a prefix and a suffix, which are shortened
-# in place to the usual ones. Its integers have 64 bits and BLIS' have 32: by value and in little endian both are the same below 2^31, and
-# numpy passes none by address. The one module that needs LAPACK is replaced by one that says so.
+# numpy gets Debian's BLIS, of 2 MB, in the place of the OpenBLAS with LAPACK of its wheel, of 30 MB. A device multiplies small matrices and
+# solves nothing. numpy asks for its BLAS by names with a prefix and a suffix, which are shortened in place to the usual ones. Its integers
+# have 64 bits and BLIS' have 32: by value and in little endian both are the same below 2^31, and numpy passes none by address. The one
+# module that needs LAPACK is replaced by one that says so.
 
 BLAS = "libblas.so.3"
 PACKAGE = "libblis4-serial"
@@ -139,8 +138,6 @@ def _segments(data: bytes) -> list[tuple[int, int, int, int]]:
     return [_SEGMENT.unpack_from(data, start + place * size) for place in range(count)]
 
 
-# Python and the C library from Debian's packages, read as the archives that they are: no apt, dpkg or tar, no root, any system.
-#
 # A mirror's InRelease has the hash of its lists, and these those of the packages. Debian's signature of it is checked where gpgv and
 # Debian's keyring are installed; elsewhere the mirror is trusted by its certificate, as pip trusts its index.
 

@@ -12,8 +12,6 @@ from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.device_package import NAME, SCHEMA
 from edge_export.errors import PackageError
 
-# The platforms that a package can be built for.
-
 PYTHON = "3.11"
 SITE = "lib/python3/dist-packages"  # Debian's folder of Python packages, relative to the prefix
 
@@ -101,11 +99,6 @@ PLATFORMS = {
     )
 }
 
-
-# The content of a package, written as package.json: files with hashes, components with licences; and whether a device can map its files.
-#
-# A kernel with pages of 16 KiB (a Raspberry Pi 5's, phones with Android 15 and later) loads no ELF file whose segments are aligned to 4
-# KiB.
 
 LICENCES = "licences"
 _NAMED_PARTS = ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
@@ -235,7 +228,10 @@ class LoadSegment:
 
 
 def check_pages(folder: Path, page_bytes: int) -> int:
-    """Returns how many ELF files below the folder were checked. Raises PackageError for one that such a kernel does not load."""
+    """Returns how many ELF files below the folder were checked. Raises PackageError for one that such a kernel does not load.
+
+    With pages of 16 KiB (a Raspberry Pi 5's, phones with Android 15 and later) it loads none whose segments are aligned to 4 KiB.
+    """
     checked = 0
     for path in sorted(folder.rglob("*")):
         segments = load_segments(path) if path.is_file() else None

@@ -21,8 +21,6 @@ from edge_export.device_package.wheels import own_requirements
 from edge_export.errors import PackageError
 from edge_runtime.backends.kernels.build import LIBRARIES, TARGETS, build, library_name, variants
 
-# llama.cpp for the device, cross-compiled by zig's C compiler from llama-cpp-python's source archive. Builds are cached.
-
 # The runtime supports the MTP interface of this version only (see the extra [llama]).
 VERSION = "0.3.36"
 TOOLS = ("llama-speculative-simple", "llama-bench")
@@ -208,8 +206,6 @@ def _component(folder: Path, toolchain: Toolchain, name: str) -> Component:
     )
 
 
-# A package's row kernels: those that a released wheel of edge-mtp carries, else compiled here by zig, whose compiler is a wheel too.
-
 IN_PACKAGE = f"{SITE}/edge_runtime/backends/kernels/lib"
 
 
@@ -224,7 +220,10 @@ def check_kernels(platform: Platform) -> None:
 
 
 def add_kernels(folder: Path, platform: Platform, cache: Path, step: Step) -> tuple[str, ...]:
-    """Puts the platform's library into the package, and returns its variants. `cache` keeps what zig compiles. Raises PackageError."""
+    """Puts the platform's library into the package, and returns its variants. Raises PackageError.
+
+    It is that of a released wheel of edge-mtp, else compiled here by zig, whose compiler is a wheel too; `cache` keeps what that compiles.
+    """
     check_kernels(platform)
     shipped, target = _shipped(platform), TARGETS["Linux", platform.machine]
     if shipped.is_file():

@@ -18,8 +18,6 @@ from edge_export.device_package.inventory import PYTHON, SITE, Component, Platfo
 from edge_export.device_package.subprocesses import pip_download
 from edge_export.errors import PackageError
 
-# Python packages from their official wheels, fetched by pip, which checks them against the hashes of the package index.
-
 DISTRIBUTION = "edge-mtp"
 # Dependencies of our requirements; pip would add packages that only their tools use, such as a hub client for tokenizers.
 _THEIR_NEEDS = {
@@ -139,8 +137,6 @@ def own_licence() -> bytes:
             return Path(str(file.locate())).read_bytes()
     raise PackageError(f"the licence of {DISTRIBUTION} is not installed; install it again")
 
-
-# A package's own code: our packages as they are imported here, with their metadata, and the commands, scripts for any POSIX shell.
 
 # Of the benchmark a device runs the part that measures; reports are made where its records go.
 _LIGHT = ("edge_bench/measure", "edge_runtime", "edge_devices")

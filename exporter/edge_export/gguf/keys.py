@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import gguf as gguf  # the only module that imports it; writer.py takes it from here
 import yaml
 
 from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
@@ -17,7 +18,6 @@ from edge_export.checkpoint.media_architecture import AUDIO, EMBED_AUDIO, EMBED_
 from edge_export.checkpoint.safetensors import read_optional_json_object
 from edge_export.checkpoint.tokenizer_vocabulary import SCORE, GgufVocabulary
 from edge_export.errors import CheckpointError
-from edge_export.gguf.loader import gguf
 
 # Source of the facts: llama.cpp, conversion/base.py (TextModel), conversion/gemma.py (Gemma3Model, Gemma4Model and its children).
 # README.md's front matter and a model's name are read under limits for gguf's heuristics: gguf itself would read these files completely

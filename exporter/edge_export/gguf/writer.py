@@ -24,12 +24,12 @@ from edge_export.gguf.keys import (
     add_general,
     architecture_entries,
     architecture_name,
+    gguf,
     gguf_name,
     stays_float32,
     unfit_values,
     vocabulary_entries,
 )
-from edge_export.gguf.loader import gguf
 from edge_runtime.bundle.gguf_header import TensorInfo
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS
 

@@ -63,7 +63,6 @@ class GraphBuilder:
         self._kernels: bool = parent._kernels if parent else kernels
         self._functions: dict[bytes, Any] = {}
         self.contrib_ops: set[str] = parent.contrib_ops if parent else set()
-        self._parent = parent
         self._root: GraphBuilder = parent._root if parent else self
         self._nodes: list[Any] = []
         self._inputs: list[Any] = []
@@ -201,9 +200,9 @@ class GraphBuilder:
             quantize_axis=1,
         )
 
-    def equal_parts(self, value: str, parts: int, each: int) -> list[str]:
-        """Splits the last axis of `parts` times `each` values into parts, by constant sizes, which compilers of accelerators ask for."""
-        return self.ops("Split", [value, self.integers([each] * parts)], parts, axis=-1)
+    def split(self, value: str, sizes: Sequence[int]) -> list[str]:
+        """Splits the last axis into parts of constant sizes, which compilers of accelerators ask for."""
+        return self.ops("Split", [value, self.integers(sizes)], len(sizes), axis=-1)
 
     def fresh(self, stem: str) -> str:
         """Returns a name that the model does not use yet."""

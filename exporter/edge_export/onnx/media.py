@@ -22,8 +22,6 @@ from edge_export.output import BundlePart
 from edge_runtime.bundle.manifest import AUDIO_ENCODER, VISION_ENCODER
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
-# What both towers have in common: stored weights by name, clipped products, norms.
-
 EPSILON = 1e-6
 
 
@@ -105,9 +103,7 @@ class Tower:
         return self.graph.op("Transpose", value, perm=list(order))
 
 
-# The vision tower as an ONNX graph. Math: transformers, models/gemma4/modeling_gemma4.py.
-#
-# Patches come in groups of nine, those of one soft row, so that pooling is a mean over neighbours; attention knows no order.
+# Patches of images come in groups of nine, those of one soft row, so that pooling is a mean over neighbours; attention knows no order.
 
 _PIXELS, _GROUP = 768, 9
 _ROPE_BASE = 100.0
@@ -176,9 +172,7 @@ def _turned(graph: GraphBuilder, value: str, turns: tuple[str, str]) -> str:
     return graph.op("Add", graph.op("Mul", value, turns[0]), graph.op("Mul", other, turns[1]))
 
 
-# The audio tower as an ONNX graph. Math: transformers, models/gemma4/modeling_gemma4.py.
-#
-# Attention is local: a block of 12 rows attends to itself and to the block before it.
+# Attention to sound is local: a block of 12 rows attends to itself and to the block before it.
 
 _BLOCK, _CONTEXT = 12, 24
 _CAP = 50.0
@@ -289,15 +283,15 @@ def _with_block_before(graph: GraphBuilder, blocks: str, heads: int, each: int) 
     return graph.op("Concat", before, blocks, axis=1)
 
 
-# Writes the encoders of images and sound as ONNX graphs, each with a data file of its own, so that each can be loaded alone.
-
 _QUANTIZATION_BLOCK: Block = 32
 
 
 def write_encoders(
     checkpoint: Checkpoint, weights: MediaWeights, folder: Path, progress: Callable[[int], None]
 ) -> tuple[tuple[BundlePart, ...], set[str]]:
-    """Writes the graphs and data files; returns them, and the contrib operators in use. Raises CheckpointError."""
+    """Writes the graphs, each with a data file of its own, so that each can be loaded alone; returns the files, and the contrib operators
+    in use. Raises CheckpointError.
+    """
     media = media_architecture(checkpoint)
     vision, audio = check_towers(media)
     towers: list[tuple[str, str, Callable[[Tower], None]]] = [

@@ -47,8 +47,8 @@ def measure_onnx_parity(
     request: OnnxRequest,
     *,
     rounded: bool,
-    better: str | None = None,
-    uncalibrated: OnnxFiles | None = None,
+    better: str | None,
+    uncalibrated: OnnxFiles | None,
 ) -> dict[str, Any]:
     """Compares graphs of the request's weights and K/V rows, and `plain` ones with float32 weights (or the same).
 
@@ -145,7 +145,8 @@ def _widen(ranges: dict[str, NDArray[np.float32]], outputs: dict[str, NDArray[An
 
 def _opened(source: ResolvedSource, files: OnnxFiles, context: int, threads: int) -> tuple[Any, Any]:
     """Opens written graphs of this target."""
-    from edge_runtime.backends.onnx.open import OrtOptions, PairFiles, StaticParts, open_pair
+    from edge_runtime.backends.onnx.open import open_pair
+    from edge_runtime.backends.onnx.target import OrtOptions, PairFiles, StaticParts
 
     static, paths, model = None, files.paths, source.checkpoint.architecture
     if files.static is not None:

@@ -1,4 +1,9 @@
-"""Graphs of fixed shapes for NPUs, and embeddings that the host looks up. See docs/design/onnx-graphs.md."""
+"""Graphs of fixed shapes for NPUs in plain operators of opset 21, and embeddings that the host looks up. See docs/design/onnx-graphs.md.
+
+The host computes the masks too, and stores the K/V rows. Attention reads a buffer of past rows and the new rows, and outputs the new rows:
+the host writes the accepted ones into the buffer, so rolling back costs nothing. A mask from the host selects the rows that a query attends
+to, so a sliding buffer may be a ring. Math: as in onnx/graphs.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +27,6 @@ from edge_export.onnx.parity import measure_ranges
 from edge_export.onnx.request import OnnxFiles, OnnxRequest
 from edge_export.output import BundlePart
 from edge_runtime.bundle.manifest import CacheLayout, RuntimeSettings, StaticGraphs
-
-# Target and drafter in plain operators of opset 21 with fixed shapes, as NPUs need them. Math: as in onnx/graphs.
-#
-# The host looks embeddings up, computes the masks, and stores the K/V rows.
-# Attention reads a buffer of past rows and the new rows, and outputs the new rows: the host writes the accepted ones into the buffer, so
-# rolling back costs nothing. A mask from the host selects the rows that a query attends to, so a sliding buffer may be a ring.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ class StaticBlocks(Blocks):
         """Rotary embedding of value [1, rows, heads, head_dim]."""
         graph, inputs = self._graph, self._static_inputs[self._model.layer_types[layer]]
         half = self._model.head_dim_of(layer) // 2
-        first, second = self._split(graph, value, [half, half])
+        first, second = graph.split(value, [half, half])
         left = graph.op("Sub", graph.op("Mul", first, inputs.cosine), graph.op("Mul", second, inputs.sine))
         right = graph.op("Add", graph.op("Mul", second, inputs.cosine), graph.op("Mul", first, inputs.sine))
         return graph.op("Concat", left, right, axis=-1)
@@ -146,7 +145,7 @@ class StaticBlocks(Blocks):
         masked = graph.op("Add", shaped(together, kv_heads, group, rows, sum(sizes)), self._static_inputs[kind].mask)
         shares = shaped(graph.op("Softmax", masked, axis=-1), 1, kv_heads, group * rows, sum(sizes))
         if new:
-            past, own = self._split(graph, shares, sizes)
+            past, own = graph.split(shares, sizes)
             mixed = graph.op("Add", graph.op("MatMul", past, cache.value), graph.op("MatMul", own, new.value))
         else:
             mixed = graph.op("MatMul", shares, cache.value)

@@ -39,8 +39,6 @@ from edge_runtime.interfaces import Drafter, Target
 from edge_runtime.media.encoder_inputs import RATE, SIDE, Image, Sound
 from edge_runtime.media.soft_rows import Media
 
-# Runs an export over the reference's tokens and judges what comes out: what GGUF files and ONNX graphs have in common.
-
 # Tokens to generate, and tokens of each draft. A few hundred drafts take as long as about 25 forwards of 5 rows.
 WRITTEN, WRITTEN_AT_ONCE = 96, 4
 ROOM = WRITTEN + WRITTEN_AT_ONCE + 1
@@ -127,7 +125,7 @@ Run = Callable[[list[int], Mapping[str, list[int]]], Rowset]
 
 
 def compare_export(
-    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None = None
+    reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None
 ) -> dict[str, Any]:
     """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
 
@@ -232,9 +230,7 @@ def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> di
     return learner.model.to_json() if learner.model.observed else None
 
 
-# Compares the soft rows of exported encoders with transformers' in float32: of images of noise and, if there is sound, a second of it.
-
-# Sides in soft rows.
+# Sides of the compared images of noise, in soft rows.
 _SIDES = ((2, 3), (7, 9))
 
 

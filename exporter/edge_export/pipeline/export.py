@@ -193,7 +193,6 @@ def _kept_calibration(job: ExportJob) -> Iterator[None]:
 
 
 def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]:
-    """The importance by role."""
     sources, onnx = job.request.importance, job.request.onnx
     roles = dict(onnx.importance_roles) if onnx is not None else {}
     for role, without in (gguf.importance_roles if gguf is not None else {}).items():
@@ -270,9 +269,6 @@ def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedS
             raise ExportError(f"{source.origin} is quantized already; leave --calibrate and the importance matrices out")
 
 
-# The tuning step of an export: trains the drafter, and takes the tuned one if it is better. Imports torch only on request.
-
-
 def with_tuned_drafter(job: ExportJob) -> ExportJob:
     """Returns the job with the tuned drafter; as it is if no tuning is asked for, or if the original is as good. Raises ExportError.
 
@@ -318,9 +314,6 @@ def clear_tuning(request: ExportRequest) -> None:
     """Removes the state once the bundle is complete."""
     if request.tune_drafter is not None:
         shutil.rmtree(tuning_folder(request), ignore_errors=True)
-
-
-# What an export would write and need, computed from the checkpoints' headers or configs alone.
 
 
 @dataclass(frozen=True, kw_only=True)

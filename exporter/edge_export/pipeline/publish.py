@@ -19,10 +19,6 @@ from edge_runtime.bundle.integrity import SIGNATURE_NAME
 from edge_runtime.bundle.manifest import FIGURES_OF, MANIFEST_NAME, MEDIA_ENCODER, BundleFile, Manifest, files_key
 from edge_runtime.config.settings import CONFIG_NAME
 
-# The model card of a bundle: the hub's metadata, what the files are, how programs open them, what was measured and what was not.
-#
-# The card in a bundle's folder has what its export measured; a published one also has sections of figures of devices.
-
 _APACHE = "google/gemma-4-"
 _UNMEASURED = """## On devices
 
@@ -31,7 +27,10 @@ Not measured: speed, acceptance by kind of text, cost curve, joules per token. `
 
 
 def card(manifest: Manifest, figures: Sequence[str] = (), repository: str | None = None) -> str:
-    """The model card; `repository` is where it is published, None for the one in the folder."""
+    """The model card; `repository` is where it is published, None for the one in the folder.
+
+    That one has what the export measured; a published one also has sections of `figures` of devices.
+    """
     parts = [
         _metadata(manifest),
         f"# {markdown_text(title_of(manifest))}: a model and its drafter\n",
@@ -159,10 +158,8 @@ def _gguf(manifest: Manifest, role: str) -> BundleFile | None:
     return next((entry for entry in manifest.files if (entry.role, entry.format) == (role, "gguf")), None)
 
 
-# Files in a bundle's folder for other programs: presets for llama.cpp's server and Ollama.
-#
-# Formats: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not part of the manifest: changing
-# them changes nothing that edge-mtp reads.
+# Formats of the files for other programs: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not
+# part of the manifest: changing them changes nothing that edge-mtp reads.
 
 # Our names of sampling defaults -> llama-server's options, Ollama's parameters.
 _SAMPLING = {
@@ -223,8 +220,6 @@ def _sampling(manifest: Manifest) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-# Uploads a bundle to the hub: the files, the model card, and the upload itself.
-
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # What a bundle's folder may hold beside the files of its manifest. What else lies there is the user's own.
 _MAX_FIGURES = 1 << 20
@@ -271,7 +266,7 @@ class Publication:
         return self.files | {CARD_NAME: (len(self.card.encode()), None)}
 
 
-def publication(folder: Path, repository: str, figures: Sequence[Path] = ()) -> Publication:
+def publication(folder: Path, repository: str, figures: Sequence[Path]) -> Publication:
     """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
     if not _REPOSITORY.fullmatch(repository):
         raise CheckpointError(f"{repository!r} is no OWNER/NAME of a hub repository, such as me/gemma-4-E2B-it-edge-mtp; give that alone")

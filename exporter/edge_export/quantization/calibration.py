@@ -105,7 +105,7 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
     reason = why_no_calibration(reference, with_drafter=request.with_drafter, without=None if moments is None else moments.without)
     if reason is not None:
         raise ExportError(f"calibration runs the checkpoint in transformers, but {reason}; make an importance matrix elsewhere (--imatrix)")
-    chunks = _chunks(request, text)
+    chunks = chunks_of(request, text)
     try:
         with inference(reference.threads):
             target, drafter = _run(request, chunks, lambda index, parts: progress(_share(source.bytes, index, parts)))
@@ -133,22 +133,23 @@ def why_no_calibration(reference: Reference, *, with_drafter: bool, without: Unc
 
 
 def expected_minutes(reference: Reference, without: frozenset[str]) -> float:
-    """About how long it takes to run the target on a long text and to compensate its errors, but for matrices of the kinds `without`.
-
-    From a product of matrices measured here.
-    """
+    """About how long `expected_products` take, from a product of matrices measured here."""
     import torch
 
     with inference(reference.threads):
         square = torch.ones(1024, 1024)
         seconds = min(_seconds(lambda: square @ square) for _ in range(10))
-    shapes = {gguf_name(name): tensor.shape for name, tensor in reference.target.checkpoint.tensors.items() if len(tensor.shape) == 2}
+    return PRODUCT_SHARE * expected_products(reference.target.checkpoint, without) * seconds / 1024**3 / 60
+
+
+def expected_products(checkpoint: Checkpoint, without: frozenset[str]) -> int:
+    """How many multiplications running a target on a long text takes, and compensating its errors but for matrices of kinds `without`."""
+    shapes = {gguf_name(name): tensor.shape for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
     matrices = {name: shape for name, shape in shapes.items() if name is not None and name.startswith("blk.")}
     kept = {name: shape for name, shape in shapes.items() if name is not None and compensates(name, shape[1], without)}
     moments = sum(columns**2 for name, (_, columns) in kept.items() if name in matrices and shared_name(name) == name)
     run = CHUNK * MAX_CHUNKS * (moments + sum(rows * columns for rows, columns in matrices.values()))
-    compensated = sum(rows * columns**2 for rows, columns in kept.values())
-    return PRODUCT_SHARE * (run + compensated) * seconds / 1024**3 / 60
+    return run + sum(rows * columns**2 for rows, columns in kept.values())
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -162,8 +163,11 @@ def _share(total: int, index: int, parts: int) -> int:
     return total * (index + 1) // parts - total * index // parts
 
 
-def _chunks(request: CalibrationRequest, text: str) -> list[list[int]]:
-    """The text's tokens in pieces of equal length, each after the tokenizer's start tokens."""
+def chunks_of(request: CalibrationRequest, text: str) -> list[list[int]]:
+    """The text's tokens in pieces of equal length, each after the tokenizer's start tokens; of a long text only some, from all over it.
+
+    Raises ExportError if the text is too short.
+    """
     tokenizer = request.reference.tokenizer()
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)

@@ -20,11 +20,10 @@ from edge_export.errors import ExportError
 from edge_export.gguf.keys import gguf_name, stays_float32
 from edge_runtime.bundle.manifest import ImportanceSource
 
-# Error compensation: a matrix's columns are rounded in order, and what is still to come takes up the error of what was rounded.
-#
-# Works on one matrix, its levels on a given grid, and the second moments H of its inputs, without files. The error of row w that is
-# rounded to q is (w - q) H (w - q)^T, the mean square of the difference in its output. Source of the method: Frantar, Ashkboos, Hoefler,
-# Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+# Error compensation rounds a matrix's columns in order, and what is still to come takes up the error of what was rounded. It works on one
+# matrix, its levels on a given grid, and the second moments H of its inputs. The error of row w that is rounded to q is
+# (w - q) H (w - q)^T, the mean square of the difference in its output. Source of the method: Frantar, Ashkboos, Hoefler, Alistarh,
+# "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
 
 Floats = NDArray[np.float32]
 # Columns that are rounded one by one before all later ones take up their errors at once.
@@ -142,12 +141,10 @@ def _inverted(upper: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-# Importance of each input channel of a model's matrices: the mean square of the channel's values on some text; and second moments.
-#
-# The square of a quantization error in column j of a matrix is multiplied by the square of input j, as in llama.cpp's importance matrix.
-# Tensors have their GGUF names, in files of llama.cpp and in our own calibration. The second moments [K, K] are the means over the text's
-# rows of the products of all pairs of channels. They take K^2 floats for each matrix, so they are kept in files, and matrices that
-# multiply the same rows share one.
+# The importance of an input channel is the mean square of its values on some text. The square of a quantization error in column j of a
+# matrix is multiplied by the square of input j, as in llama.cpp's importance matrix. Tensors have their GGUF names, in files of llama.cpp
+# and in our own calibration. The second moments [K, K] are the means over the text's rows of the products of all pairs of channels. They
+# take K^2 floats for each matrix, so they are kept in files, and matrices that multiply the same rows share one.
 
 # Wider matrices have none: 12288 (the widest of E2B) take 604 MB of disk each, and time that grows with the square.
 MAX_CHANNELS = 12288

@@ -93,7 +93,7 @@ def importance_of_pair(
     *,
     state: Path,
     progress: Callable[[int], None],
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None],
 ) -> dict[str, Importance]:
     """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and how far it uses moments too.
 

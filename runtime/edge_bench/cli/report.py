@@ -20,7 +20,7 @@ from edge_bench.report.figures import ROWS, Figures, figures
 from edge_bench.report.tables import energy_tables, markdown, print_report, verdict
 from edge_bench.report.text_table import TextTable, print_tables
 from edge_devices.command_line import PanelCommand, takes
-from edge_devices.energy.external.table import COLUMNS_HELP
+from edge_devices.energy.external.columns import COLUMNS_HELP
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog, is_energy_log
 from edge_devices.files.atomic_write import write_text
@@ -171,9 +171,6 @@ def _fleet_tables(places: Sequence[Path]) -> list[TextTable]:
     return [table for folder in folders for table in fleet_tables(folder)]
 
 
-# `edge-bench report`: computes the figures of records, of an energy log, or of both again; of several records in one table.
-
-
 @click.command(cls=PanelCommand)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--energy", type=click.Path(path_type=Path), help="The energy log of the same run, where FILE is from --runs.")
@@ -221,9 +218,6 @@ def _report_all(files: Sequence[Path], outputs: Outputs) -> None:
     outputs.write_devices(results, ())
     for text in refused:
         note(f"left out: {text}")
-
-
-# `edge-bench compare`: shows the results of several devices side by side.
 
 
 @click.command(cls=PanelCommand)

@@ -23,8 +23,6 @@ from edge_runtime.cli.options import BundlePath, refuse_threads
 from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions
 
-# `edge-bench run`: measures a bundle on this machine and reports the figures.
-
 
 @click.command(cls=PanelCommand)
 @click.argument("bundle", type=BundlePath())

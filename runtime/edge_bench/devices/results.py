@@ -162,7 +162,7 @@ def comparison_tables(results: Sequence[DeviceResult], *, wide: bool = False) ->
     prompts = [(result, row) for result in results for row in result.figures.by_context if row.variant.policy == PLAIN]
     tables = [
         table_of("devices", "Devices", speeds, _SPEEDS),
-        table_of("first-token", "First token by prompt length", prompts, (*_SPEEDS[:4], *_of_row(PROMPTS))),
+        table_of("first-token", "First token by prompt length", prompts, (*_SPEEDS[:4], *_PROMPTS)),
         *_energy(results, wide=wide),
         _incidents(results),
     ]
@@ -173,15 +173,12 @@ def _peak(result: DeviceResult) -> int | None:
     return max((memory.peak_bytes for memory in result.figures.records.memory), default=None)
 
 
-def _of_row(columns: Columns[Row]) -> Columns[tuple[DeviceResult, Row]]:
-    """Returns columns of a row as those of a device and its row."""
-
-    def paired(heading: str, cell: Callable[[Row], str]) -> tuple[str, Callable[[tuple[DeviceResult, Row]], str]]:
-        return heading, lambda pair: cell(pair[1])
-
-    return [paired(*column) for column in columns]
+def _of_row(heading: str, cell: Callable[[Row], str]) -> tuple[str, Callable[[tuple[DeviceResult, Row]], str]]:
+    """Returns a column of a row as one of a device and its row."""
+    return heading, lambda pair: cell(pair[1])
 
 
+_PROMPTS = [_of_row(*column) for column in PROMPTS]
 _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
     ("", lambda pair: pair[0].label),
     ("run", lambda pair: pair[0].run),
@@ -191,7 +188,7 @@ _SPEEDS: Columns[tuple[DeviceResult, Row]] = (
     ("over plain [95%]", lambda pair: ratio_text(pair[1].speed_up)),
     ("claim", lambda pair: pair[1].claim),
     ("accepted", lambda pair: share(pair[1].acceptance_rate)),
-    *_of_row(PROMPTS),
+    *_PROMPTS,
     ("peak MB", lambda pair: megabytes(_peak(pair[0]))),
     ("hottest °C", lambda pair: NONE if pair[0].hottest_c is None else f"{pair[0].hottest_c:.0f}"),
 )

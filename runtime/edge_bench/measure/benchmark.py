@@ -50,8 +50,6 @@ from edge_runtime.media.encoder_inputs import DEFAULT_BUDGET
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, faster_backend, open_session, open_sessions
 
-# The header of a file of records: which bundle, machine, versions and settings the measurements behind it are of.
-
 # The distributions of the backends' engines.
 ENGINES = ("llama-cpp-python", "onnxruntime")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from edge_bench.measure.records import BASELINE, PLAIN, Variant
 from edge_bench.measure.request import Prompt, long_prompt
 from edge_bench.measure.runners import EdgeRunner
-from edge_devices.energy.external.table import import_csv, parse_choice
+from edge_devices.energy.external.columns import parse_choice
+from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.intervals import MIN_TO_DETREND, t_quantile
 from edge_devices.energy.protocol import (
     MAX_SOAK_S,
@@ -47,7 +48,7 @@ LOOP = 20
 LONGEST_PROMPT = 512
 
 
-def find_meter(name: str | None = None) -> tuple[Meter | None, str]:
+def find_meter(name: str | None) -> tuple[Meter | None, str]:
     """Returns the named meter, or the first usable one; None, with the reason, when there is none.
 
     Raises MeterError if the named one cannot be used.

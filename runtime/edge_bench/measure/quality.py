@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -249,10 +248,8 @@ def _compared(bundle: Path, backend: BackendKind, texts: dict[str, ReferenceText
         )
 
 
-@contextmanager
-def _opened(bundle: Path, backend: BackendKind, tokens: int, load: LoadOptions) -> Iterator[Session]:
-    with open_session(bundle, replace(load, backend=backend, context=max(tokens, 2 * ROWS_PER_FORWARD))) as session:
-        yield session
+def _opened(bundle: Path, backend: BackendKind, tokens: int, load: LoadOptions) -> Session:
+    return open_session(bundle, replace(load, backend=backend, context=max(tokens, 2 * ROWS_PER_FORWARD)))
 
 
 def _ids(session: Session, kind: str, count: int) -> list[int]:

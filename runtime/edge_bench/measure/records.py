@@ -18,8 +18,6 @@ from edge_runtime.drafting.policies import POLICIES, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.session.row_equality import RowEquality
 
-# The variants of a comparison: plain decoding, draft lengths, policies, drafters, and llama.cpp's own settings.
-
 PLAIN, FIXED, DEFAULT = "plain", "fixed", "default"
 OURS, LLAMA_CPP = "edge-mtp", "llama.cpp"
 # Policies that choose lengths; `fixed` is measured by the fixed lengths.

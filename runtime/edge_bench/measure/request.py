@@ -25,8 +25,6 @@ from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import MARK, bundle_template
 
-# Prompts by domain: those of the package, and the user's own, also as MT-bench, Spec-Bench and ShareGPT write them.
-
 DOMAINS = ("code", "prose", "chat", "structured", "repetitive")
 # Prompts of this domain are user turns.
 CHAT = "chat"

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# What bundles keep of a model's answers, as a table and as a plot over bytes.
-
 _NOTE = (
     "Mean KL(reference || bundle) of the next token in nats, with its standard error as if tokens were independent. In brackets the"
     " reference's perplexity. Same first choice: the likeliest token is the reference's own, or ties with it. The texts are old English"
@@ -75,8 +73,6 @@ def quality_plots(result: QualityResult) -> list[Plot]:
 
     return [draw_svg("quality", f"Mean KL over bytes, beside {result.reference}", draw)]
 
-
-# The report as one self-contained HTML page, with plots and tables of all figures, in dark and light colours.
 
 # The plots shown before each table.
 PLOT_OF_TABLE = {

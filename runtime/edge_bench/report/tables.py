@@ -18,8 +18,6 @@ from edge_runtime.backends.interface import NO_KERNELS
 from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 
-# Tables of joules: what drafts take beside plain decoding, and on request every figure.
-
 NOT_DETERMINED = "not determined"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 from edge_devices.errors import markdown_text, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 NONE = "-"
@@ -51,7 +51,9 @@ def markdown_lines(table: TextTable) -> list[str]:
 
 def print_tables(tables: Sequence[TextTable], *, head: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
     """Prints lines, tables and notes; in a terminal wide tables are wrapped, in a pipe they are not."""
-    console = _console()
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
     for line in filter(None, head):
         console.print(printable(line))
     for table in tables:
@@ -61,14 +63,6 @@ def print_tables(tables: Sequence[TextTable], *, head: Sequence[str] = (), notes
         console.print()
     for text in notes:
         console.print(printable(f"note: {text}"), soft_wrap=True)  # a command among them is to be copied
-
-
-def _console() -> Console:
-    import sys
-
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
 
 
 def _rich(table: TextTable) -> Table:

@@ -41,6 +41,11 @@ class TokenRange(Vocabulary, Protocol):
             raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
 
 
+def well_formed(text: str) -> str:
+    """Joins surrogate pairs and replaces lone surrogates, which have no UTF-8 form, by U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 class CommittedText(ABC):
     """The text whose rows are in a target's cache: `length` tokens of at most `context`."""
 

@@ -30,8 +30,6 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.errors import BundleError, RequestError
 
-# How well a bundle's quantization keeps its model's answers, as measured by its export, in figures and in words.
-
 # Above this mean KL, in nats, another word than the model's own is often the likeliest. Of real matrices (docs/results.md) 8 bits have
 # 0.03, a calibrated mix of 4 to 8 bits 0.1.
 DEGRADED_KL = 0.3

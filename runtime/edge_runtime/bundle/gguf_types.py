@@ -152,8 +152,6 @@ def quantization_name(file_type: object) -> str:
     return next((kind.name for kind in _QUANTIZATIONS if kind.file_type == file_type), MIXED)
 
 
-# The types of K/V rows and their sizes, for every backend.
-
 KvType = Literal["f16", "q8_0", "q4_0"]
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 DEFAULT_KV_TYPE: KvType = "f16"

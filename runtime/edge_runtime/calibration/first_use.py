@@ -1,4 +1,8 @@
-"""What a pair starts with on this machine: the costs of drafts and verifies and the thread counts, measured on first use."""
+"""What a pair starts with on this machine: the costs of drafts and verifies, in seconds or joules, and the thread counts.
+
+Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
+Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,6 @@ from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, SETTLED, Cos
 from edge_runtime.drafting.energy_objective import EnergyCosts, PhasePower, PowerSource
 from edge_runtime.interfaces import Drafter, Target
 
-# Measures the cost of a draft and of a verify of n rows on this machine.
-
 COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
@@ -36,7 +38,6 @@ def measure_costs(
     *,
     max_rows: int = MAX_ROWS,
     max_seconds: float = MAX_SECONDS,
-    clock: Callable[[], float] = time.perf_counter,
     report: Report = no_report,
 ) -> MeasuredCosts:
     """Times a draft and then a verify, as in real rounds, of 1 to `max_rows` rows after a short text of one `token`.
@@ -49,18 +50,18 @@ def measure_costs(
     begin_text(target, token, longest)
     rounds: list[list[float]] = []
     drafted = [0] * longest
-    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=clock, report=report):
+    for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=time.perf_counter, report=report):
         verified, drafts = [0.0] * longest, [0.0] * longest
         # Alternating order, so that its effect on the CPU caches is shared by all row counts.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
             if target.length + longest > target.context:
                 begin_text(target, token, longest)
-            start = clock()
+            start = time.perf_counter()
             if drafter is not None and rows > 1:
                 drafted[rows - 1] = len(drafter.draft(token, rows - 1))
-            middle = clock()
+            middle = time.perf_counter()
             target.verify([token] * rows)
-            verified[rows - 1], drafts[rows - 1] = clock() - middle, middle - start
+            verified[rows - 1], drafts[rows - 1] = time.perf_counter() - middle, middle - start
             # One token stays, as in a round: a draft needs the hidden row of a token of the newest forward.
             target.rollback(target.length - rows + 1)
         rounds.append([*verified, *drafts])
@@ -119,8 +120,6 @@ def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(share) * min(totals) for share in shares]
 
 
-# The number of threads that each phase runs fastest on, and which cores where fast and slow ones differ; measured on request.
-#
 # More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and
 # the slowest core of a team delays the others.
 
@@ -224,7 +223,8 @@ def measure_threads(
                 if number:
                     timings.setdefault((phase, count), []).append(seconds)
     target.rollback(0)
-    return ThreadTimes(seconds={phase: {n: lower_quartile(timings[phase, n]) for n in candidates[phase]} for phase in PHASES})
+    quartiles = {key: statistics.quantiles(times, n=4, method="inclusive")[0] for key, times in timings.items()}
+    return ThreadTimes(seconds={phase: {n: quartiles[phase, n] for n in candidates[phase]} for phase in PHASES})
 
 
 def _timed(
@@ -252,17 +252,6 @@ def _timed(
 def _fewest(seconds: Mapping[int, float]) -> int:
     shortest = min(seconds.values())
     return min(count for count, time_s in seconds.items() if time_s * WORTH <= shortest)
-
-
-def lower_quartile(timings: Sequence[float]) -> float:
-    """Returns the lower quartile of at least one timing: other processes only add time."""
-    return statistics.quantiles(timings, n=4, method="inclusive")[0] if len(timings) > 1 else timings[0]
-
-
-# The costs of drafts, in seconds or joules, and the thread counts that a pair starts with on this machine.
-#
-# Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
-# Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,9 +349,7 @@ def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]
     return counts
 
 
-def measured_threads(
-    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting = silent_wait
-) -> ThreadCounts:
+def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting) -> ThreadCounts:
     """Sets the thread counts; the first calls measure the best ones, in about two seconds.
 
     Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
@@ -389,7 +376,7 @@ def measured_threads(
 
 
 def on_best_threads(
-    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting = silent_wait
+    pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting
 ) -> MeasuredPair:
     """Sets the cached thread counts, or measures the best ones with `measure`; returns the pair with the counts among its facts."""
     threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)

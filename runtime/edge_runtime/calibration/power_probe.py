@@ -28,7 +28,7 @@ ROOM = 1.1  # measuring window / the shortest window that gives a figure
 
 @dataclass(frozen=True, kw_only=True)
 class PowerProbe:
-    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `phase_power.PowerSource`.
+    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `energy_objective.PowerSource`.
 
     A meter measures other programs too: watts of a busy machine are provisional.
     """

@@ -142,14 +142,14 @@ class TerminalChat:
         self._answers: list[Answer] = []
         self._media: tuple[Media, ...] = ()
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: self._note(HELP),
+            "/help": lambda _: note(HELP),
             "/image": lambda name: self._attach(name, lambda path: read_image(path, image_rows)),
             "/audio": lambda name: self._attach(name, read_sound),
             "/clear": self._clear,
             "/regenerate": self._regenerate,
             "/system": self._system,
             "/set": self._set,
-            "/stats": lambda _: self._note(self._figures()),
+            "/stats": lambda _: note(self._figures()),
             "/save": self._save,
             "/load": self._load,
         }
@@ -157,8 +157,8 @@ class TerminalChat:
     def run(self) -> None:
         """Runs to the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
         if self._interactive:
-            self._note("\n".join(introduction(self._chat.session)))
-            self._note(f"{greeting(self._chat.session)}; chat template: {self._chat.template.name}. /help lists the commands.")
+            note("\n".join(introduction(self._chat.session)))
+            note(f"{greeting(self._chat.session)}; chat template: {self._chat.template.name}. /help lists the commands.")
         elif not self._lines:
             message = "".join(self._piped()).rstrip("\r\n")
             if not message.strip():
@@ -173,11 +173,11 @@ class TerminalChat:
             except EdgeError as error:
                 if not self._interactive:
                     raise
-                self._note(f"Error: {error}")
+                note(f"Error: {error}")
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
-                self._note("\nstopped at once")
+                note("\nstopped at once")
 
     def _typed(self) -> Iterator[str]:
         typed = TypedInput(self._history, [*self._commands, LEAVE[0]])
@@ -188,9 +188,9 @@ class TerminalChat:
                 click.echo()
                 return
             except KeyboardInterrupt:
-                self._note("\nCtrl-D or /bye ends the chat")
+                note("\nCtrl-D or /bye ends the chat")
             except UnicodeDecodeError as error:
-                self._note(f"Error: the input is not UTF-8 text ({error})")
+                note(f"Error: the input is not UTF-8 text ({error})")
 
     def _piped(self) -> Iterator[str]:
         """Yields the lines of standard input with their ends."""
@@ -222,7 +222,7 @@ class TerminalChat:
     def _regenerate(self, _argument: str) -> None:
         answer = self._chat.regenerate()
         if not self._chat.settings.sampling.temperature:
-            self._note("temperature 0 gives the same answer again; /set temperature 0.8 draws another one")
+            note("temperature 0 gives the same answer again; /set temperature 0.8 draws another one")
         self._print(next(str(message["content"]) for message in reversed(answer.prompt_messages) if message["role"] == "user"), answer)
 
     def _print(self, text: str, answer: Answer) -> None:
@@ -240,7 +240,7 @@ class TerminalChat:
 
     def _show(self, answer: Answer) -> None:
         if answer.dropped_turns:
-            self._note(f"[the context is full; dropped turns, oldest first: {answer.dropped_turns}]")
+            note(f"[the context is full; dropped turns, oldest first: {answer.dropped_turns}]")
         painted = self._interactive and "NO_COLOR" not in os.environ
         painter = MarkdownPainter(shutil.get_terminal_size().columns) if painted else None
         for event in answer:
@@ -269,9 +269,9 @@ class TerminalChat:
             return
         click.echo()
         if answer.finish in ENDED:
-            self._note(f"[{ENDED[answer.finish]}]")
+            note(f"[{ENDED[answer.finish]}]")
         if self._interactive:
-            self._note(self._dimmed(short_summary(answer.stats, shutil.get_terminal_size().columns)))
+            note(self._dimmed(short_summary(answer.stats, shutil.get_terminal_size().columns)))
 
     def _attach(self, name: str, read: Callable[[Path], Media]) -> None:
         if not name:
@@ -279,28 +279,28 @@ class TerminalChat:
         media = read(Path(name).expanduser())
         rows = self._chat.session.media_rows(media)
         self._media = (*self._media, media)
-        self._note(f"{name}: {rows} tokens of the context, with your next message")
+        note(f"{name}: {rows} tokens of the context, with your next message")
 
     def _clear(self, _argument: str) -> None:
         self._chat.reset()
-        self._note("new conversation")
+        note("new conversation")
 
     def _system(self, argument: str) -> None:
         self._chat.change(system=argument or None)
-        self._note("the system message is set" if argument else "the system message is removed")
+        note("the system message is set" if argument else "the system message is removed")
 
     def _set(self, argument: str) -> None:
         if argument:
             self._chat.change(**changed_setting(self._chat.settings, *argument.split()))
-        self._note("\n".join(f"{name:<20}{value}" for name, value in shown_settings(self._chat.settings).items()))
+        note("\n".join(f"{name:<20}{value}" for name, value in shown_settings(self._chat.settings).items()))
 
     def _save(self, argument: str) -> None:
         self._chat.save(_file(argument, "/save"))
-        self._note(f"{len(self._chat.messages)} messages saved to {argument}")
+        note(f"{len(self._chat.messages)} messages saved to {argument}")
 
     def _load(self, argument: str) -> None:
         self._chat.load(_file(argument, "/load"))
-        self._note(f"{len(self._chat.messages)} messages loaded from {argument}")
+        note(f"{len(self._chat.messages)} messages loaded from {argument}")
 
     def _figures(self) -> str:
         if not self._answers:
@@ -326,9 +326,6 @@ class TerminalChat:
 
     def _dimmed(self, text: str) -> str:
         return click.style(text, dim=True) if self._interactive else text
-
-    def _note(self, text: str) -> None:
-        note(text)
 
 
 def shown_settings(settings: ChatSettings) -> dict[str, str]:

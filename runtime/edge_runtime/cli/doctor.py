@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# `edge-run tune`: measures at once what sessions otherwise compute and learn from their rounds.
-
 EXAMPLES = """
 \b
 Examples:
@@ -75,8 +73,6 @@ def tuned_lines(session: Session, costs: Costs) -> list[str]:
         f"kept in {cache_file()}",
     ]
 
-
-# `edge-run doctor`: prints the diagnosis as a table or as one JSON object.
 
 DISTRIBUTION = "edge-mtp"
 # The extras for users and their purposes; the other extras are for developers of edge-mtp.

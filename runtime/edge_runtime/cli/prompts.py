@@ -56,8 +56,6 @@ def hub_bundle(name: Path) -> Path:
     return folder
 
 
-# PROMPT of edge-run: as bare text, or as a message, with images and sound, through the bundle's chat template.
-
 # Limit for one prompt or turn from standard input, in characters; more than any context holds.
 MAX_INPUT = 16 << 20
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

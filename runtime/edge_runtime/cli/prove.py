@@ -91,7 +91,7 @@ class Proof:
         }
 
 
-def proof(session: Session, tokens: int, waiting: Waiting = silent_wait) -> Proof:
+def proof(session: Session, tokens: int, waiting: Waiting) -> Proof:
     """Lets five kinds of text grow by turns with drafts of all lengths, each piece compared with plain decoding of the same piece."""
     begin, rows = time.perf_counter(), session.row_equality(waiting=waiting)
     template = answering_template(session.bundle, session.vocabulary)

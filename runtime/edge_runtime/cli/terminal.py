@@ -29,8 +29,6 @@ from edge_runtime.text.chat_template import is_instruction_tuned
 
 NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give --draft-length 3, or a longer --max-tokens)"
 
-# Markdown in a terminal, painted while it streams: headings, bold text, code and lists, and what accepted drafts brought.
-
 _RESET, _BOLD, _CODE, _HEADING = "\x1b[0m", "\x1b[1m", "\x1b[36m", "\x1b[1;4m"
 _ACCEPTED, _DEFAULT = "\x1b[32m", "\x1b[39m"
 # What may still become a fence, a heading or a bullet; it is held back until the next characters decide.
@@ -173,8 +171,6 @@ class MarkdownPainter:
         return _RESET + (_HEADING if self._heading else "") + (_BOLD if self._bold else "")
 
 
-# Messages that are typed or pasted at a terminal, of one or several lines, with a history that is kept between starts.
-
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'
 # Messages that are kept; the file is cut to these when it has twice as many.
@@ -287,8 +283,6 @@ def _files(beginning: str) -> list[str]:
         return [f"{entry}/" if entry.is_dir() else str(entry) for entry in folder.iterdir() if entry.name.startswith(name)]
     return []
 
-
-# What edge-run prints about a request: the summary line, remarks, and the table of --explain.
 
 # Name and width of each column of --explain.
 COLUMNS = (

@@ -1,4 +1,7 @@
-"""The settings of a session: read from a YAML file, which is untrusted, resolved in layers and checked against the bundle."""
+"""The settings of a session: read from a YAML file, which is untrusted, resolved in layers and checked against the bundle.
+
+The only module that imports yaml.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,6 @@ from edge_runtime.config.schema import (
 )
 from edge_runtime.drafting.policies import DEFAULT_POLICY, WINDOW_ROUNDS, DrafterKind, DraftLengthPolicy, PolicyOptions, policy_kind
 from edge_runtime.errors import BundleError, ConfigError
-
-# The configuration as a YAML file: untrusted when read, written with a comment on every key. The only module that imports yaml.
 
 CONFIG_NAME = "config.yaml"
 MAX_CONFIG_BYTES = 64 << 10
@@ -179,9 +180,6 @@ def _scalar(value: Any) -> str:
         return "null"
     dumped: str = yaml.safe_dump(value, default_style='"' if isinstance(value, str) else None, width=1 << 20)
     return dumped.removesuffix("...\n").strip()
-
-
-# The settings of a session: the layers of configuration resolved, completed by defaults and checked against the bundle.
 
 
 def _range(start: int, shortest: int, longest: int) -> SpeculativeConfig:

@@ -105,9 +105,6 @@ def accept_by_block(
     raise AssertionError("the empty prefix always passes")
 
 
-# Acceptance rules: how a request samples its drafts and which of them are accepted.
-
-
 class AcceptanceRule(Protocol):
     """The rule of one request. Each round calls `sampler` for each draft, in order, then `cut` once, then `accept` once."""
 

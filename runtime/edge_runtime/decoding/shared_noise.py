@@ -8,8 +8,6 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-# Distribution of the next token: the ids of nonzero probability and their probabilities.
-
 Tokens = NDArray[np.int64]
 Weights = NDArray[np.float64]
 

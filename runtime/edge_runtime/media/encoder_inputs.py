@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from edge_runtime.errors import RequestError
 
-# The formats of media files, found by their first bytes, and the limits of what is decoded.
-
 Kind = Literal["image", "sound"]
 Format = Literal["JPEG", "PNG", "WEBP", "WAV", "FLAC", "MP3"]
 IMAGE_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP")
@@ -53,9 +51,7 @@ def kind_of(data: bytes) -> Kind:
     return "image" if format_of(data) in IMAGE_FORMATS else "sound"
 
 
-# Images as Gemma 4's vision encoder takes them: final sizes, soft rows, patches and their positions.
-#
-# Source of the rules: transformers, models/gemma4/image_processing_pil_gemma4.py.
+# Source of the rules for images: transformers, models/gemma4/image_processing_pil_gemma4.py.
 
 PATCH = 16
 POOLING = 3
@@ -112,9 +108,7 @@ def final_size(height: int, width: int, budget: int = DEFAULT_BUDGET) -> tuple[i
     return tall, wide
 
 
-# Sound as Gemma 4's audio encoder takes it: 16 kHz mono, log-mel frames, soft rows.
-#
-# Source of the rules: transformers, models/gemma4/feature_extraction_gemma4.py and processing_gemma4.py.
+# Source of the rules for sound: transformers, models/gemma4/feature_extraction_gemma4.py and processing_gemma4.py.
 
 RATE = 16_000
 MELS = 128

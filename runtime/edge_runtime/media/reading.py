@@ -40,7 +40,7 @@ def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, childre
 
     `children`: processor time shared with other calls, and a switch that ends the decoding.
 
-    Raises RequestError for a file that cannot be read, is damaged or beyond the limits of `formats`, or for an unknown budget;
+    Raises RequestError for a file that cannot be read, is damaged or beyond the limits of `encoder_inputs`, or for an unknown budget;
     BackendError if the library that decodes the format is missing. The message names the file.
     """
     check_budget(budget)

@@ -42,9 +42,6 @@ class Room(Protocol):
     def admit(self, media: Media) -> None:
         """Counts media that are to be encoded. Raises RequestError if there is no memory for them."""
 
-    def forget(self) -> None:
-        """The encoder was freed."""
-
 
 class LazyEncoder:
     """An encoder that is loaded at first use, and the rows of the newest media. `sha256` is that of the encoder's file.
@@ -88,14 +85,12 @@ class LazyEncoder:
         return self._kept[digest]
 
     def close(self) -> None:
-        """Frees the encoder and the kept rows; the next use loads it again."""
+        """Frees the encoder and the kept rows. Can be called twice."""
         self._kept.clear()
         if self._encoder is not None:
             self._encoder.close()
             self._encoder = None
             return_freed_memory()
-        if self._memory is not None:
-            self._memory.forget()
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,16 +200,12 @@ def pieces(first: int, end: int, spans: Sequence[Span], longest: int) -> Iterato
 MEDIA = "media"
 
 
-def user_message(text: str, media: Sequence[Media] = ()) -> dict[str, Any]:
-    """Returns a user's message: the media, then the text."""
+def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
+    """Returns a user's message: the media, as parts for which templates write the placeholder, then the text."""
     if not media:
         return {"role": "user", "content": text}
-    return {"role": "user", "content": [*map(part_of, media), {"type": "text", "text": text}], MEDIA: tuple(media)}
-
-
-def part_of(media: Media) -> dict[str, str]:
-    """Returns the part of a message's content for which templates write the placeholder."""
-    return {"type": "image" if isinstance(media, Image) else "audio"}
+    parts = [{"type": "image" if isinstance(item, Image) else "audio"} for item in media]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}], MEDIA: tuple(media)}
 
 
 def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Media]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.gguf_types import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
@@ -27,16 +26,14 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.config.schema import SIZE, bytes_of
 from edge_runtime.errors import RequestError
-from edge_runtime.media.encoder_inputs import POOLING, Image
+from edge_runtime.media.encoder_inputs import POOLING, Image, Kind
 from edge_runtime.media.soft_rows import Media, row_count
 
-_FLOAT = 4
 # Float32 vectors of a patch that live at once: of the feed-forward's width, and of the tower's.
 _WIDE_VECTORS, _VECTORS = 3, 10
 # Of the audio tower's first convolutions, whose shapes every member has, per soft row.
 _SOUND_ROW_BYTES = 160_000
 _GROWTH = {"f16": 2.0}
-Kind = Literal["image", "sound"]
 
 
 def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
@@ -98,9 +95,6 @@ class EncoderMemory:
                 f" or leave the {kind} out"
             )
         self._weights, self._activations = weights, activations
-
-    def forget(self) -> None:
-        self._weights, self._activations = {}, 0
 
     def _bounds(self, total: int) -> tuple[int, int | None, str]:
         """Returns the bytes needed, those there are, and a clause about them."""
@@ -389,7 +383,7 @@ def _files(files: Sequence[BundleFile], drafter: str | None) -> list[BundleFile]
         roles.add("drafter")
     if drafter == "split":
         roles.add("drafter_head")
-    return [file for file in files if file.role in roles and file.format in ("gguf", "safetensors")]
+    return [file for file in files if file.role in roles and file.format == "gguf"]
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:

@@ -232,7 +232,7 @@ class SpeedPlan:
         return record
 
 
-_FORMATS = {"llama": ("gguf", "safetensors"), "onnx": ("onnx", "onnx_data")}
+_FORMATS = {"llama": ("gguf",), "onnx": ("onnx", "onnx_data")}
 
 
 def of_backend(manifest: Manifest, backend: str | None) -> Manifest:

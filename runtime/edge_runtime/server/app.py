@@ -20,6 +20,7 @@ from edge_runtime.server.heat import HeatWatch
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, BodyLimit, Trimmer, parse_json, read_body
 from edge_runtime.server.http.guard import CLIENT, REMARKS, nearest
 from edge_runtime.server.http.page import page
+from edge_runtime.server.json_text import Json
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
 from edge_runtime.server.requests.messages_api import read_message
@@ -28,7 +29,7 @@ from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.server.responses.messages_api import MessagesFormat
 from edge_runtime.server.responses.ollama import OllamaFormat
 from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
-from edge_runtime.server.responses.response_format import Json, ResponseFormat, encoded, energy_metrics, energy_totals, timings, usage_line
+from edge_runtime.server.responses.response_format import ResponseFormat, encoded, energy_metrics, energy_totals, timings, usage_line
 from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, check_logprobs, result_of, unless_disconnected
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
@@ -36,11 +37,9 @@ from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gaug
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
 # A client that does not read has so much of a whole answer taken by its connection, and no more.
 _PART_BYTES = 1 << 16
-Read = TypeVar("Read")
-
-
 # Sentences about fields and tools that were left out, each of which is printed once.
 _MOST_SENTENCES = 256
+Read = TypeVar("Read")
 
 
 class Api:

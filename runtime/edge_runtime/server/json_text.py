@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from edge_runtime.server.errors import ApiError, invalid
 
+Json = dict[str, Any]
+
 # Python takes up to 230 bytes for a list or an object of 3 bytes, and seconds to make millions of them. 2048 messages with parts and calls
 # have 30,000 values, 128 tools with schemas of 200 values 25,600.
 MAX_VALUES = 1 << 17
@@ -18,7 +20,7 @@ MAX_DEPTH = 64
 PIECE = 1 << 18
 
 
-def parse_object(text: str, what: str, param: str | None = None, *, values: int = MAX_VALUES) -> dict[str, Any]:
+def parse_object(text: str, what: str, param: str | None = None, *, values: int) -> dict[str, Any]:
     """Parses a JSON object; `what` names it in errors. Raises ApiError if it is none, or beyond a limit."""
     _check_values(text, what, param, values)
     try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from edge_runtime.bundle.manifest import Manifest
+from edge_runtime.server.json_text import Json
 from edge_runtime.session.row_equality import RowEquality
 
-Json = dict[str, Any]
 # The release of Ollama whose API is spoken; clients read it to learn what they may send.
 OLLAMA_VERSION = "0.12.0"
 _LATEST = ":latest"
@@ -19,13 +18,15 @@ _LATEST = ":latest"
 class ModelCard:
     """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once.
 
-    `kernels` are the variant of the project's own that multiply, None for stock ones. `answers`: whether it was taught to answer messages.
+    `trained_context` is the longest context that the model was trained for, in tokens, None if the bundle does not say it. `kernels` are
+    the variant of the project's own that multiply, None for stock ones. `answers`: whether it was taught to answer messages.
     `rows`: whether drafts and other requests can change greedy text, as compared at the start. `fingerprint` is the `system_fingerprint`
     of responses.
     """
 
     name: str
     context: int
+    trained_context: int | None
     sessions: int
     drafter: str
     kernels: str | None
@@ -49,7 +50,7 @@ class ModelCard:
         facts = self.manifest.architecture
         meta = {
             "n_ctx": self.context,
-            "n_ctx_train": facts.context_length,
+            **({} if self.trained_context is None else {"n_ctx_train": self.trained_context}),
             "n_vocab": facts.vocab_size,
             "n_embd": facts.hidden_size,
             "n_params": facts.parameters,

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from edge_devices.energy.live import SharedWatch
 from edge_devices.machine.device_package import how_to_get
+from edge_runtime.bundle.bundle import Bundle
+from edge_runtime.bundle.gguf_gemma4 import TARGET, check_gguf
 from edge_runtime.decoding.sampling import MODEL_SAMPLING, default_sampling, sampling_sentence
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.server.engine.idle import WorkerOnDemand
@@ -147,6 +149,7 @@ def _model_card(folder: Path, session: Session, options: ServeOptions, rows: Row
     return ModelCard(
         name=folder.resolve().name,
         context=session.target.context,
+        trained_context=_trained_context(bundle),
         sessions=options.sessions,
         drafter=session.drafter_kind,
         kernels=session.row_kernels,
@@ -157,6 +160,16 @@ def _model_card(folder: Path, session: Session, options: ServeOptions, rows: Row
         rows=rows,
         fingerprint=f"fp_{hashlib.sha256(f'{session.fingerprint} {options.sessions} {options.deterministic}'.encode()).hexdigest()[:16]}",
     )
+
+
+def _trained_context(bundle: Bundle) -> int | None:
+    """Returns the target's max_position_embeddings, which its GGUF file has as gemma4.context_length; None in a bundle without one."""
+    if not bundle.has("target", "gguf"):
+        return None
+    with contextlib.suppress(BackendError):  # a session on the ONNX graphs does not need the file
+        trained = check_gguf(bundle.path("target", "gguf")).keys.get(f"{TARGET}.context_length")
+        return trained if isinstance(trained, int) else None
+    return None
 
 
 def _open_socket(options: ServeOptions) -> socket.socket:

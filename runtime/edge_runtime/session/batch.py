@@ -9,7 +9,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Self
 
 from edge_devices.waiting import Waiting, silent_wait
@@ -306,5 +305,5 @@ class Sessions:
         self._lock.require_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

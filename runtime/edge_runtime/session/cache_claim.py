@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 from edge_runtime.errors import RequestError
@@ -66,7 +65,7 @@ class _Computing(AbstractContextManager[None]):
             pair._lock.release()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pair._computing = False
         self._pair._lock.release()
 

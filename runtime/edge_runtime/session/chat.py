@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
@@ -31,74 +31,15 @@ from edge_runtime.text.chat_template import ChatTemplate, Message, bundle_templa
 from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.tool_calls import ToolCall
 
-# A saved conversation: one JSON file with messages and settings, untrusted when read.
-
-FILE_FORMAT = "edge-mtp chat"
-FILE_VERSION = 1
-MAX_FILE_BYTES = 64 << 20
-ROLES = ("user", "assistant", "tool")
-
-Settings = TypeVar("Settings", bound=Any)
-
-
-def save_chat(path: Path, settings: Any, messages: Sequence[dict[str, Any]]) -> None:
-    """Writes the file atomically. Raises RequestError, and leaves an existing file unchanged, if that fails."""
-    data = to_json(settings)
-    # JSON has neither integer keys nor infinity.
-    data["sampling"]["logit_bias"] = {str(k): "-inf" if v == -math.inf else v for k, v in settings.sampling.logit_bias.items()}
-    record = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": data, "messages": list(messages)}
-    with errors_as(RequestError, f"the conversation cannot be saved to {path}", "choose another file", OSError, ValueError):
-        atomic_write(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
-
-
-def load_chat(path: Path, settings_type: type[Settings]) -> tuple[Settings, list[dict[str, Any]]]:
-    """Reads settings and messages. Raises RequestError, with the place of the first fault, for a file that `save` did not write."""
-    causes = OSError, ValueError, RecursionError, StructureError
-    with errors_as(RequestError, f"{path} cannot be read as a conversation", "choose a file that /save wrote", *causes):
-        record = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
-        if not isinstance(record, dict) or record.get("format") != FILE_FORMAT:
-            raise StructureError("it is not a saved conversation")
-        if record.get("version") != FILE_VERSION:
-            raise RequestError(f"{path} has version {record.get('version')!r}, this reader supports {FILE_VERSION}; upgrade edge-mtp")
-        messages = record.get("messages")
-        if not isinstance(messages, list):
-            raise StructureError("messages is not a list")
-        return _settings(settings_type, record.get("settings")), [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-
-
-def _settings(settings_type: type[Settings], data: Any) -> Settings:
-    sampling = data.get("sampling") if isinstance(data, dict) else None
-    if not isinstance(sampling, dict):
-        raise StructureError("settings.sampling is missing")
-    bias = sampling.get("logit_bias", {})
-    plain = {key: value for key, value in sampling.items() if key != "logit_bias"}
-    settings = from_json(settings_type, data | {"sampling": plain}, "settings")
-    try:
-        biases = {int(key): float(value) for key, value in bias.items()}
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise StructureError(f"settings.sampling.logit_bias is {str(bias)[:40]!r}, not ids with numbers") from error
-    return replace(settings, sampling=replace(settings.sampling, logit_bias=biases))
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise StructureError(f"{where} has none of the roles {', '.join(ROLES)}")
-    if not isinstance(message.get("content"), str):
-        raise StructureError(f"{where}.content is not text")
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise StructureError(f"{where}.tool_calls is not a list")
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str):
-            raise StructureError(f"{where}.tool_calls[{i}] is not a function call")
-    return message
-
-
 Overflow = Literal["drop_oldest", "stop"]
 Finish = Literal["stop", "length", "context", "interrupted"]
 OVERFLOWS: tuple[Overflow, ...] = get_args(Overflow)
 MAX_TOKENS = 1024
+# A saved conversation: one JSON file with messages and settings, untrusted when read.
+FILE_FORMAT = "edge-mtp chat"
+FILE_VERSION = 1
+MAX_FILE_BYTES = 64 << 20
+ROLES = ("user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +63,60 @@ class ChatSettings:
             raise RequestError(f"the system message is of type {type(self.system).__name__}; give a str or None")
         if self.overflow not in OVERFLOWS:
             raise RequestError(f"overflow is {self.overflow!r}; choose one of {', '.join(OVERFLOWS)}")
+
+
+def save_chat(path: Path, settings: ChatSettings, messages: Sequence[dict[str, Any]]) -> None:
+    """Writes the file atomically. Raises RequestError, and leaves an existing file unchanged, if that fails."""
+    data = to_json(settings)
+    # JSON has neither integer keys nor infinity.
+    data["sampling"]["logit_bias"] = {str(k): "-inf" if v == -math.inf else v for k, v in settings.sampling.logit_bias.items()}
+    record = {"format": FILE_FORMAT, "version": FILE_VERSION, "settings": data, "messages": list(messages)}
+    with errors_as(RequestError, f"the conversation cannot be saved to {path}", "choose another file", OSError, ValueError):
+        atomic_write(path, [json.dumps(record, ensure_ascii=False, indent=1, allow_nan=False).encode(), b"\n"])
+
+
+def load_chat(path: Path) -> tuple[ChatSettings, list[dict[str, Any]]]:
+    """Reads settings and messages. Raises RequestError, with the place of the first fault, for a file that `save` did not write."""
+    causes = OSError, ValueError, RecursionError, StructureError
+    with errors_as(RequestError, f"{path} cannot be read as a conversation", "choose a file that /save wrote", *causes):
+        record = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
+        if not isinstance(record, dict) or record.get("format") != FILE_FORMAT:
+            raise StructureError("it is not a saved conversation")
+        if record.get("version") != FILE_VERSION:
+            raise RequestError(f"{path} has version {record.get('version')!r}, this reader supports {FILE_VERSION}; upgrade edge-mtp")
+        messages = record.get("messages")
+        if not isinstance(messages, list):
+            raise StructureError("messages is not a list")
+        return _settings(record.get("settings")), [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _settings(data: Any) -> ChatSettings:
+    sampling = data.get("sampling") if isinstance(data, dict) else None
+    if not isinstance(sampling, dict):
+        raise StructureError("settings.sampling is missing")
+    bias = sampling.get("logit_bias", {})
+    plain = {key: value for key, value in sampling.items() if key != "logit_bias"}
+    settings = from_json(ChatSettings, data | {"sampling": plain}, "settings")
+    try:
+        biases = {int(key): float(value) for key, value in bias.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise StructureError(f"settings.sampling.logit_bias is {str(bias)[:40]!r}, not ids with numbers") from error
+    return replace(settings, sampling=replace(settings.sampling, logit_bias=biases))
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise StructureError(f"{where} has none of the roles {', '.join(ROLES)}")
+    if not isinstance(message.get("content"), str):
+        raise StructureError(f"{where}.content is not text")
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise StructureError(f"{where}.tool_calls is not a list")
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(call.get("id"), str):
+            raise StructureError(f"{where}.tool_calls[{i}] is not a function call")
+    return message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +396,7 @@ class Chat:
     def load(self, path: Path | str) -> None:
         """Reads messages and settings from a file that `save` wrote. Raises RequestError, and changes nothing, for any other file."""
         with self._going_on():
-            self.settings, self.messages = load_chat(Path(path), ChatSettings)
+            self.settings, self.messages = load_chat(Path(path))
 
     def __repr__(self) -> str:
         return f"<Chat: {len(self.messages)} messages, {self.session!r}>"

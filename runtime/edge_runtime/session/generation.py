@@ -358,7 +358,7 @@ class Generation:
 
     def fail(self, error: BaseException) -> None:
         """Ends the request after an error inside of a forward, and drops its rows."""
-        self._failure = _reason(error)  # not the error, whose frames hold this object
+        self._failure = str(error) or type(error).__name__  # not the error, whose frames hold this object
         self._pair.claim.release()
         with contextlib.suppress(Exception):
             self._pair.target.rollback(0)
@@ -476,10 +476,6 @@ class Generation:
 
     def _repr_html_(self) -> str:
         return generation_html("".join(self._pieces), self.stats)
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:

@@ -2,8 +2,8 @@
 
 Layout: MAGIC, the header's length (uint32, little endian), the header (JSON), the tokens (int32, little endian), the rows of the full
 layers, the rows of the sliding ones. The file is untrusted: every size in it is compared with what this target's rows must have, and with
-the size of the file, before it is used, and tokens and rows with their SHA-256. The prompt cache is a
-folder of such files, each with the rows behind another's.
+the size of the file, before it is used, and tokens and rows with their SHA-256. The prompt cache is a folder of such files, each with the
+rows behind another's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
+from edge_devices.files.limited_read import READ_FLAGS
 from edge_devices.files.typed_json import StructureError, from_json, to_json
 from edge_devices.files.user_cache import is_own
 from edge_runtime.errors import RequestError
@@ -32,7 +33,6 @@ VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_SECONDS = 1e9
 TOKEN = np.dtype("<i4")
-_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 # What rows belong to, in the words of an error.
 FACTS = {
     "bundle": "another bundle",
@@ -108,7 +108,7 @@ class SegmentFile:
     def __init__(self, path: Path, facts: Mapping[str, str], row_bytes: tuple[int, int]) -> None:
         """Raises RequestError for a file that is not a state, damaged, or of something else; OSError if it cannot be read."""
         self._path, self._row_bytes = path, row_bytes
-        self._file: BinaryIO = os.fdopen(os.open(path, _FLAGS), "rb")
+        self._file: BinaryIO = os.fdopen(os.open(path, READ_FLAGS), "rb")
         try:
             state = os.fstat(self._file.fileno())
             self.owner_only = is_own(state) and (os.name != "posix" or not state.st_mode & 0o077)

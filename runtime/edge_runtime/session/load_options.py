@@ -144,7 +144,7 @@ class LoadOptions:
             raise RequestError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
 
 
-def with_keywords(keywords: type, defaults: object = None, *, elsewhere: Mapping[str, Collection[str]] | None = None) -> Callable[[F], F]:
+def with_keywords(keywords: type, defaults: object, *, elsewhere: Mapping[str, Collection[str]]) -> Callable[[F], F]:
     """A decorator that lets help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
 
     The function then raises RequestError for a keyword that is none of them, with the call that takes it, or the nearest one, or all.
@@ -169,7 +169,7 @@ def with_keywords(keywords: type, defaults: object = None, *, elsewhere: Mapping
         title = function.__qualname__.removesuffix(".__init__")
 
         def advice(name: str) -> str:
-            for call, names in (elsewhere or {}).items():
+            for call, names in elsewhere.items():
                 if name in names:
                     return f"it belongs to {call.format(name)}"
             near = difflib.get_close_matches(name[:64], known, n=1)

@@ -20,8 +20,6 @@ from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.policies import WARN_ABOVE, WINDOW_TOKENS, AcceptanceWindow, Event
 from edge_runtime.errors import RequestError
 
-# Figures of requests: counts and seconds, from which rates and percentiles are derived, and how they are shown.
-
 _REPR_CHARACTERS = 40
 
 
@@ -301,7 +299,7 @@ class Monitor:
             self._events[event.kind] += 1
         self.options.on_event(event)
 
-    def record_request(self, request: RequestMonitor, stats: DecodeStats, *, finish_reason: str | None = None) -> dict[str, Any]:
+    def record_request(self, request: RequestMonitor, stats: DecodeStats, *, finish_reason: str | None) -> dict[str, Any]:
         """Counts a finished request, appends its record to the log if there is one, and returns the record.
 
         Raises RequestError if the log cannot be written; the request is counted nevertheless.

@@ -81,7 +81,7 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
 @with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
     """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
-    return _PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1).partition(" ")[0]
+    return backend_of(_PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1))
 
 
 class _PairLoader:
@@ -153,7 +153,6 @@ class _PairLoader:
             costs()  # measuring empties the cache, so it is done before any request runs
         # Drafts of a pair are the same on all machines, but not on all backends, whose weights differ.
         facts, answer_facts = [kind, opened.drafter_kind, *self.hashes], [*map(str, opened.answer_facts)]
-        facts_of_rows = self._row_facts(kind, opened)
         shared = SessionParts(
             bundle=self.bundle,
             generation=self.bundle.manifest.generation,
@@ -171,8 +170,7 @@ class _PairLoader:
             keep_costs=costs.keep,
             acceptance_cache=AcceptanceCache(facts, exported=exported_counts(self.bundle.manifest, opened.exported_parity)),
             encoder=opened.encoder,
-            prompt_cache=self._opened_prompt_cache(facts_of_rows),
-            row_facts=facts_of_rows,
+            prompt_cache=self._opened_prompt_cache(self._row_facts(kind, opened)),
             fingerprint=entry_key([project_version(), cpu_identity(), str(settings.context), self.hashes, answer_facts]),
         )
         sessions = [

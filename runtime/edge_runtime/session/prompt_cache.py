@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.files.atomic_write import clear_stale_in
-from edge_devices.files.cache_files import CacheFiles
-from edge_devices.files.user_cache import cache_folder, is_own
+from edge_devices.files.user_cache import CacheFiles, cache_folder, is_own
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import KvRows, MediaTarget, SavableTarget, inside_image
 from edge_runtime.session.kv_state_file import TOKEN, RowSegment, SegmentFile, write_segment

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from edge_devices.waiting import Waiting, silent_wait
@@ -45,7 +44,7 @@ class SessionParts(LoadedPair):
     `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
     `row_kernels` names the variant of the project's kernels that multiplies, None for stock ones; `device` is where the graphs run;
     `stock_attention` is as of `OpenedPair`.
-    `prompt_cache` keeps the rows of prompts on disk; `row_facts` are what rows belong to.
+    `prompt_cache` keeps the rows of prompts on disk.
     `fingerprint` stands for all that an answer depends on beside its request.
     """
 
@@ -62,7 +61,6 @@ class SessionParts(LoadedPair):
     acceptance_cache: AcceptanceCache | None = None
     encoder: LazyEncoder | None = None
     prompt_cache: PromptCache | None = None
-    row_facts: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
 
 
@@ -263,12 +261,6 @@ class Session:
             raise RequestError(f"image input is not supported, nor is sound: {missing}")  # the words by which clients know it
         return inputs, encoder
 
-    def free_encoder(self) -> None:
-        """Frees the encoder of images and sound and its kept rows; the next request with media loads it again."""
-        with self._open():
-            if self._parts.encoder is not None:
-                self._parts.encoder.close()
-
     def _proposals(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Proposals | None:
         """Returns the drafts beside the drafter, which are copied from the text. Prompt lookup has it already."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
@@ -420,7 +412,7 @@ class Session:
         self.claim.require_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -253,16 +253,11 @@ class ChannelParser:
         return self._take(text)
 
 
-def opens_thoughts(vocabulary: Vocabulary, prompt: Sequence[int]) -> bool:
-    """Whether a prompt ends in a thinking channel that it opened."""
-    return ChannelParser(vocabulary, prompt=prompt).place in ("name", "thought")
-
-
 def after_thoughts(
     constraint: ConstraintSource | None, vocabulary: Vocabulary, prompt: Sequence[int], *, thinking: bool
 ) -> ConstraintSource | None:
     """Returns the constraint of an answer to a prompt: it holds behind the thoughts where the model shall think, or the prompt began to."""
-    opened = opens_thoughts(vocabulary, prompt)
+    opened = ChannelParser(vocabulary, prompt=prompt).place in ("name", "thought")
     if constraint is None or isinstance(constraint, AfterThoughts) or not (thinking or opened):
         return constraint
     return AfterThoughts(constraint, opened=opened)

@@ -93,11 +93,6 @@ def written_arguments(raw: str, *, cut: bool) -> str:
     return (_begun_reader(body) if cut else _Arguments(_braced(body))).json
 
 
-def written_scalar(word: str) -> str:
-    """Returns the JSON of a bare word."""
-    return _written(_scalar(word))
-
-
 def begun_arguments(text: str) -> dict[str, Any]:
     """Returns what the beginning of an object's JSON says, as far as it is JSON; nothing for any other text. Never raises."""
     return dict(json.loads(_Arguments(text, cut=True).completed or "{}"))
@@ -381,7 +376,7 @@ class StreamedCall:
         key = self._text[: end.start()].strip()
         if end[0] != ":" or not key or key[0] == "'":
             return self._give_up()
-        self._begin(f"{json.dumps(key, ensure_ascii=False)}:")
+        self._begin(f"{_written(key)}:")
         self._comma = False
         return self._next(self._value, end.end())
 
@@ -409,7 +404,7 @@ class StreamedCall:
             return self._give_up()
         if end is None:
             return self._wait()
-        scalar = written_scalar(text[: end.start()].strip())
+        scalar = _written(_scalar(text[: end.start()].strip()))
         if not end.start() or scalar.startswith('"'):  # a bare text may be a string that lacks its first mark
             return self._give_up()
         self._begin(scalar)
@@ -464,7 +459,7 @@ class StreamedCall:
 
     def _content(self, text: str) -> None:
         """Adds a part of a string's content."""
-        self._ready.append(json.dumps(text.replace(MARK, "\ufffd"), ensure_ascii=False)[1:-1])
+        self._ready.append(_written(text.replace(MARK, "\ufffd"))[1:-1])
         self._before = text.rstrip()[-1:] or self._before
 
     def _begin(self, text: str) -> None:

@@ -209,11 +209,9 @@ def _listed(schema: Schema, keyword: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# The grammar of calls of given functions, in llguidance's dialect of Lark.
-#
-# It enforces of a function's parameters: names, required ones, types, nesting, the number of a list's items, enum, const, allOf, anyOf,
-# oneOf and local references. Other keywords of JSON Schema are not enforced; additional properties are written only where none are named.
-# Properties are in alphabetical order, as the chat template writes them.
+# The grammar of calls enforces of a function's parameters: names, required ones, types, nesting, the number of a list's items, enum,
+# const, allOf, anyOf, oneOf and local references. Other keywords of JSON Schema are not enforced; additional properties are written only
+# where none are named. Properties are in alphabetical order, as the chat template writes them.
 
 _EMPTY_OBJECT = '"{" "}"'
 MAX_RULES, MAX_ALTERNATIVES, MAX_CONSTANTS = 2000, 2000, 1 << 20
@@ -248,8 +246,6 @@ def tool_call_grammar(calls: ToolCalls, control: Mapping[str, int]) -> str:
 
 
 class _Rules:
-    """The rules of all functions."""
-
     def __init__(self) -> None:
         self.written: list[str] = []
         self._names = self._spent = self._constants = 0

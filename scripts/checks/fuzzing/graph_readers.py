@@ -28,8 +28,8 @@ def _copy(bundle: Path, folder: Path) -> Path:
 def _drafter(folder: Path, bundle: Path | None) -> Read:
     """The graph's weights, handed to the kernels' drafter, and drafts with them behind a sound target."""
     from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft
-    from edge_runtime.backends.onnx.open import OrtOptions, open_pair
-    from edge_runtime.backends.onnx.target import OrtTarget, pair_of
+    from edge_runtime.backends.onnx.open import open_pair
+    from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, pair_of
     from edge_runtime.bundle.onnx_graph import check_onnx
 
     opened = opened_bundle(_copy(opened_bundle(bundle).folder, folder))

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from edge_devices.energy.external.table import import_csv, parse_choice
+from edge_devices.energy.external.columns import parse_choice
+from edge_devices.energy.external.table import import_csv
 from edge_devices.errors import MeterError
 from edge_devices.meters.base import Kind
 

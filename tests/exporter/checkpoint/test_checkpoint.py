@@ -40,17 +40,10 @@ def rewrite_header(path: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 EMBEDDING = "model.embed_tokens.weight"
 UNSOUND = "is no sound safetensors file or is truncated"
+# Further damage: the reader "safetensors" of tests/fuzz.
 HEADER_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "dtype": (lambda h: h[EMBEDDING].update(dtype="Q9"), UNSOUND),
-    "negative": (lambda h: h[EMBEDDING].update(shape=[-1, 64]), UNSOUND),
-    "huge": (lambda h: h[EMBEDDING].update(shape=[1 << 40, 64]), UNSOUND),
-    "larger": (lambda h: h[EMBEDDING].update(shape=[1 << 60, 1 << 60]), UNSOUND),
-    "digits": (lambda h: h[EMBEDDING].update(data_offsets=[0, 10**4300 - 1]), UNSOUND),
     "past end": (lambda h: h[EMBEDDING].update(data_offsets=[0, 1 << 50]), UNSOUND),
-    "backwards": (lambda h: h[EMBEDDING].update(data_offsets=[64, 0]), UNSOUND),
-    "size": (lambda h: h[EMBEDDING].update(data_offsets=[0, 8]), UNSOUND),
-    "no entry": (lambda h: h.update({EMBEDDING: 3}), UNSOUND),
-    "overlap": (lambda h: h.update({"model.layers.0.extra.weight": h["model.norm.weight"]}), UNSOUND),
+    "digits": (lambda h: h[EMBEDDING].update(data_offsets=[0, 10**4300 - 1]), UNSOUND),
     "misshapen": (lambda h: h["model.norm.weight"].update(shape=[8, 8]), r"shape \[8, 8\], its config requires \[64\]"),
     "integers": (lambda h: h["model.norm.weight"].update(dtype="I32"), "is I32, not F32 or F16 or BF16"),
 }
@@ -78,32 +71,14 @@ def test_other_tensors_than_the_config_says_are_named(copy: Folders) -> None:
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0" * 7,
-        struct.pack("<Q", 1 << 62) + b"{}",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 2) + b"{,",
-        struct.pack("<Q", 15) + b'{"a":{},"a":{}}',
-        struct.pack("<Q", 200_000) + b"[" * 200_000,
-    ],
-)
-def test_no_safetensors(data: bytes, copy: Folders) -> None:
-    folder = copy("e2b-text")
-    (folder / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        open_checkpoint(folder)
-
-
 def test_missing_and_truncated_shards(copy: Folders) -> None:
     folder = copy("e2b")
     shard = folder / "model-00004-of-00009.safetensors"
     data = shard.read_bytes()
-    shard.write_bytes(data[:-10])
-    with pytest.raises(CheckpointError, match=rf"model-00004-of-00009\.safetensors {UNSOUND}"):
-        open_checkpoint(folder)
+    for length in (0, len(data) - 10):
+        shard.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=rf"model-00004-of-00009\.safetensors {UNSOUND}"):
+            open_checkpoint(folder)
     shard.unlink()
     with pytest.raises(CheckpointError, match=r"model-00004-of-00009\.safetensors is missing"):
         open_checkpoint(folder)
@@ -174,11 +149,9 @@ def rope(theta: float) -> dict[str, Any]:
         (True, {"num_kv_shared_layers": 3}, "the last layers that own K/V"),
         (True, {"num_key_value_heads": 3}, "do not divide"),
         (True, {"rms_norm_eps": 0}, "rms_norm_eps is 0"),
-        (True, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}}, "rope_type is 'yarn'"),
         *((True, {key: value}, f"{key} is") for key in ("rms_norm_eps", "final_logit_softcapping") for value in NO_NUMBERS),
         *((True, {"rope_parameters": rope(value)}, "rope_theta is") for value in NO_NUMBERS),
         (True, {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
-        (True, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         (True, {"hidden_size": 32}, "config requires"),
         (True, {"per_layer_config": {"0": {"head_dim": 32}}}, "not overrides of the full-attention layers 3, 7"),
         (True, {"per_layer_config": {"3": {"head_dim": 32}, "7": {"head_dim": 64}}}, "not the same for all"),
@@ -225,19 +198,10 @@ def test_left_out_names_towers_and_centroids(member_folder: Folders) -> None:
     assert open_checkpoint(member_folder("e2b-text")).left_out == ()
 
 
-PAIRS = [
-    ("e2b", "e2b-assistant"),
-    ("e2b-text", "e2b-assistant"),
-    ("e4b", "e4b-assistant"),
-    ("12b", "12b-assistant"),
-    ("26b-a4b", "26b-a4b-assistant"),
-    ("31b", "31b-assistant"),
-]
 E_OWNERS, LARGE_OWNERS = (0, 1, 2, 3, 2, 2, 2, 3), (0, 1, 2, 3, 4, 5)
 # owners of target layers, sources of drafter layers, (K/V heads, head dim) of sliding and of full rows
 LAYOUTS = {
     "e2b": (E_OWNERS, (2, 2, 2, 3), (1, 16), (1, 32)),
-    "e2b-text": (E_OWNERS, (2, 2, 2, 3), (1, 16), (1, 32)),
     "e4b": (E_OWNERS, (2, 2, 2, 3), (2, 16), (2, 32)),
     "12b": (LARGE_OWNERS, (4, 4, 4, 5), (4, 16), (1, 32)),
     "26b-a4b": (LARGE_OWNERS, (4, 4, 4, 5), (4, 16), (2, 32)),
@@ -245,14 +209,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("target", "drafter"), PAIRS)
-def test_cache_layout(target: str, drafter: str, member_folder: Folders) -> None:
-    pair = open_checkpoint(member_folder(target)), open_checkpoint(member_folder(drafter))
-    if target == "e2b-text":
-        # This member's tokenizer was rewritten by an older tool: another token, another vocabulary.
-        with pytest.raises(CheckpointError, match="their tokenizers differ"):
-            resolve_pair(str(member_folder(target)), str(member_folder(drafter)))
-        return
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_cache_layout(target: str, member_folder: Folders) -> None:
+    pair = open_checkpoint(member_folder(target)), open_checkpoint(member_folder(f"{target}-assistant"))
     layout = cache_layout(*pair, context=512)
     owners, sources, sliding, full = LAYOUTS[target]
     assert (layout.layer_owners, layout.drafter_sources, layout.rewind_slack) == (owners, sources, MAX_DRAFT_LENGTH)

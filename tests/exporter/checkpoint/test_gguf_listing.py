@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_export.checkpoint.hub import drafter_file, quantization_tag, target_file
+from edge_export.checkpoint.hub import drafter_file, target_file
 
 UNSLOTH = [
     "gemma-4-E2B-it-BF16.gguf",
@@ -89,23 +89,3 @@ def test_the_nearest_bits_count_where_no_tag_does() -> None:
     drafters = ["mtp-x-BF16.gguf", "mtp-x-Q8_0.gguf", "mtp-x-Q4_0.gguf"]
     chosen = {tag: drafter_file(drafters, f"x-{tag}.gguf") for tag in ("Q4_K_M", "Q8_0", "F16", "Q5_0")}
     assert chosen == {"Q4_K_M": "mtp-x-Q4_0.gguf", "Q8_0": "mtp-x-Q8_0.gguf", "F16": "mtp-x-BF16.gguf", "Q5_0": "mtp-x-Q4_0.gguf"}
-
-
-def test_headers_count_more_than_names() -> None:
-    files = ["a-mtp-Q4_0.gguf", "b.gguf", "mmproj-c.gguf"]
-    roles = {"a-mtp-Q4_0.gguf": "target", "b.gguf": "drafter", "mmproj-c.gguf": "other"}
-    assert (target_file(files, None, roles), drafter_file(files, "a-mtp-Q4_0.gguf", None, roles)) == ("a-mtp-Q4_0.gguf", "b.gguf")
-    assert (target_file(files, "Q4_0"), drafter_file(files, "b.gguf")) == (None, "a-mtp-Q4_0.gguf")
-
-
-def test_a_tag_is_the_quantization_in_a_name() -> None:
-    names = {
-        "a-Q4_0.gguf": "Q4_0",
-        "a.F16.gguf": "F16",
-        "a-BF16-00001-of-00002.gguf": "BF16",
-        "a.gguf": None,
-        "sub-1/a-it-Q8_0-MTP.gguf": "Q8_0",
-        "gemma-4-E2B_q4_0-it.gguf": "q4_0",
-        "a-26B-A4B-it.gguf": "it",
-    }
-    assert {name: quantization_tag(name) for name in names} == names

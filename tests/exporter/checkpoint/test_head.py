@@ -86,6 +86,7 @@ def test_a_head_of_another_size_is_refused(copy: Folders) -> None:
         open_checkpoint(folder)
 
 
+@pytest.mark.usefixtures("few_drafts")
 @pytest.mark.parametrize(
     ("target", "drafter"),
     [

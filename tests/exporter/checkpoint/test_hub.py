@@ -230,7 +230,8 @@ def test_a_client_that_others_set_up_is_kept_and_its_answers_are_checked(hub: Fa
 @pytest.mark.parametrize("kind", ["revision", "tree"])
 @pytest.mark.parametrize(
     "answer",
-    [b"{", b"5", b"null", b"[5]", b"[" * 100_000, b'{"siblings": 5}', b'{"id": "a/b", "sha": 5}', b'[{"path": 5}]', b'[{"lfs": 5}]'],
+    [b"{", b"null", b"[" * 100_000, b'{"siblings": 5}', b'[{"path": 5}]'],
+    ids=["cut", "null", "deep", "a number for files", "a number for a path"],
 )
 def test_a_malformed_answer_is_one_sentence(hub: FakeHub, kind: str, answer: bytes) -> None:
     hub.answers = {kind: answer}

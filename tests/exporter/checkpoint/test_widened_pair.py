@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +34,22 @@ def test_new_rows_and_columns_are_zeros_and_take_no_space(tmp_path: Path) -> Non
         assert status.st_blocks * 512 < 1.5 * (source / "model.safetensors").stat().st_size
 
 
-def test_the_output_stays_and_the_bundle_has_no_path_of_its_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+def test_the_output_stays_and_the_bundle_has_no_path_of_its_maker(
+    onnx_pair: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from edge_export.cli.command import main
     from edge_runtime.session.open import open_session
 
-    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(widen_target, "__defaults__", (2,))
+    output, forms = tmp_path / "bundle", "--format onnx --onnx-target f32 --onnx-drafter f32 --no-verify"
+    result = CliRunner().invoke(main, ["reference", "--widened", *forms.split(), "-o", str(output)])
+    assert result.exit_code == 0, result.output
     texts = []
-    for extra in ([], ["--widened"]):
-        output = tmp_path / f"bundle{len(extra)}"
-        arguments = ["reference", *extra, "--format", "onnx", "--onnx-target", "f32", "--onnx-drafter", "f32", "--no-verify", "-o", output]
-        result = CliRunner().invoke(main, [str(item) for item in arguments])
-        assert result.exit_code == 0, result.output
-        with open_session(output, threads=1, context=256, drafter="none") as session:
+    for folder in (onnx_pair("f32"), output):
+        with open_session(folder, threads=1, context=256, drafter="none") as session:
             texts.append(session.generate("def area(width, height):", max_tokens=24).text())
-        for file in output.iterdir():
-            content = file.read_bytes()
-            assert str(tmp_path).encode() not in content, file
-            assert b"edge-export-" not in content, file
-            assert str(reference_pair()[0].parent).encode() not in content, file
+    for file in output.iterdir():
+        content = file.read_bytes()
+        for path in (str(tmp_path), "edge-export-", str(reference_pair()[0].parent)):
+            assert path.encode() not in content, file
     assert texts[0] == texts[1]

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-RUN = "from edge_export.cli.start import main; main()"
+RUN = "from edge_export.cli.command import main; main()"
 
 
 def start(code: str) -> subprocess.CompletedProcess[str]:
@@ -22,4 +22,4 @@ def test_a_missing_package_is_one_sentence():
 
 
 def test_our_own_mistake_is_not_hidden():
-    assert "Traceback" in start(f"import sys; sys.modules['edge_export.cli.command'] = None; {RUN}").stderr
+    assert "Traceback" in start(f"import sys; sys.modules['edge_export.cli.export'] = None; {RUN}").stderr

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_export.errors import ExportError
-from edge_export.onnx import block_quantization
 from edge_export.onnx.block_quantization import BITS, BLOCKS, PackedMatrix, WeightSpec, dequantize, quantize_matrix
 
 SPECS = [WeightSpec(bits=bits, block=block) for bits in BITS for block in BLOCKS]
@@ -59,24 +58,13 @@ def test_the_search_never_loses_more_than_rounding(weight: Any, spec: WeightSpec
     assert result <= plain * 1.25 * (1 + 1e-5), "a scale that is rounded to float16 may cost a part"
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_search_is_clearly_better_on_bell_shaped_weights(block: int) -> None:
-    weight = np.random.default_rng(1).standard_normal((64, 512)).astype(np.float32)
-    spec = WeightSpec(bits=4, block=block)
-    assert weighted_error(weight, quantize_matrix(weight, spec), 1.0) < 0.93 * weighted_error(weight, rounded(weight, spec), 1.0)
-
-
-@pytest.mark.parametrize(("bits", "block"), [(4, 128), (8, 32), (8, 128)])
-def test_scales_are_float16_numbers_and_cost_nothing(bits: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_search_is_clearly_better_on_bell_shaped_weights_with_float16_scales(spec: WeightSpec) -> None:
     """The row kernels keep scales as float16 where all of a matrix are such numbers."""
-    weight = (np.random.default_rng(3).standard_normal((256, 512)) / 30).astype(np.float32)
-    spec = WeightSpec(bits=bits, block=block)
+    weight = (np.random.default_rng(3).standard_normal((64, 512)) / 30).astype(np.float32)
     made = quantize_matrix(weight, spec)
     assert np.array_equal(made.scales.astype(np.float16).astype(np.float32), made.scales)
-    monkeypatch.setattr(block_quantization, "_HALVES_LOSE", 0.0)
-    exact = quantize_matrix(weight, spec)
-    assert not np.array_equal(exact.scales.astype(np.float16).astype(np.float32), exact.scales)
-    assert weighted_error(weight, made, 1.0) < 1.002 * weighted_error(weight, exact, 1.0)
+    assert weighted_error(weight, made, 1.0) < 0.95 * weighted_error(weight, rounded(weight, spec), 1.0)
 
 
 def test_scales_beyond_float16_stay() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
+from changed_graphs import nodes_of
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
@@ -30,15 +31,6 @@ NORMS = {"NormRows", "ResidualRows"}
 LAYERS = NORMS | {"MatMulRows"}
 BUFFERS = {"AttendBuffers", "ReadBuffers"}
 PAST, TOKENS, ROWS = 20, 5, 64
-
-
-def nodes_of(graph: Any) -> Iterator[Any]:
-    """All nodes of a graph, those in Loops and Ifs too."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from nodes_of(attribute.g)
 
 
 def named(folder: Path) -> dict[str, set[str]]:

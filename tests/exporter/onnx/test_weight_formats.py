@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
+from changed_graphs import nodes_of
 from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.gguf.writer import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.drafter import sparse_head
-from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import WeightFile, WeightFormat
-from edge_runtime.bundle.bundle import Bundle
 
 Bundles = Callable[..., Path]
 
@@ -61,14 +60,6 @@ def test_an_int8_target_has_small_blocks_unless_a_block_is_asked_for(onnx_pair: 
     assert forms_of(small.with_name("target-head-int8-b32.onnx")) == {(4096, 8, 32): 1}
     assert small.with_name("drafter-int8-b128.onnx").is_file()
     assert forms_of(plain)[256, 8, 32] == 8, "what comes back from the per-layer embeddings has rows of 32 weights"
-
-
-def test_where_the_keys_are_the_values_they_stand_apart_too(exported: Callable[..., Bundle], tmp_path: Path) -> None:
-    parities: list[dict[str, Any]] = []
-    for asked in (OnnxRequest(), OnnxRequest(block=32)):
-        parities.append((exported("12b", onnx=asked, output=tmp_path / str(asked.block)).manifest.parity or {})["onnx"])
-    assert all(parity["unquantized"]["max_abs_difference"] < 1e-4 for parity in parities)
-    assert 0 < parities[0]["quantized"]["mean_kl"] < 0.5
 
 
 # Runs a graph on rows [n, hidden size], one at a time.
@@ -131,15 +122,6 @@ def test_no_product_of_integers_saturates(asked: dict[str, Any], onnx_pair: Bund
                 products += 1
                 assert types[gathered[node.input[1]]] == types[node.input[3]] == onnx.TensorProto.UINT8
     assert products == (0 if "device" in asked else 2)
-
-
-def nodes_of(graph: Any) -> Iterator[Any]:
-    """The nodes of a graph and of those within."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from nodes_of(attribute.g)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (64, 256)])

@@ -24,16 +24,14 @@ from edge_export.pipeline.request import ExportRequest
 from random_pairs import FAMILIES, WIDE_HEADS, Scales, write_random_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_drafts")]
-# Rounding to f16 chooses another expert in an early row, so that mean KL is 0.007 and 71% of the drafts are equal (what it did to others
-# is in parity/test_parity.py). As many K/V heads in full layers as in others.
-SINGULAR = (1013, 2044)
+# Has as many K/V heads in full layers as in others. (Pairs whose rounding chooses another expert: parity/test_parity.py.)
+EQUAL_HEADS = 2044
 # What the converter cannot take of what transformers saves: text-only 12B, no key of experts, equal heads in all layers.
 CONVERTER_FAULTS = ("Gemma4UnifiedForCausalLM is not supported", "'expert_intermediate_size'", "assert head_dim_full is not None")
 
 
-@pytest.mark.parametrize("seed", [2, *SINGULAR])  # 12b, 26b-a4b, 31b; the others are below
-def test_a_random_pair_equals_both_oracles(seed: int, tmp_path: Path) -> None:
-    _check_pair(write_random_pair(seed, tmp_path)[1:], tmp_path)
+def test_a_random_pair_equals_both_oracles(tmp_path: Path) -> None:
+    _check_pair(write_random_pair(EQUAL_HEADS, tmp_path)[1:], tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(len(FAMILIES)))
@@ -41,10 +39,9 @@ def test_heads_of_the_published_sizes_equal_both_oracles(seed: int, tmp_path: Pa
     _check_pair(write_random_pair(seed, tmp_path, both=WIDE_HEADS)[1:], tmp_path)
 
 
-@pytest.mark.parametrize("seed", [5, 9])
-def test_a_target_without_a_cap_is_not_capped(seed: int, tmp_path: Path) -> None:
+def test_a_target_without_a_cap_is_not_capped(tmp_path: Path) -> None:
     """Where its key is missing llama.cpp caps logits at 30, which moves a logit of 9 by 0.3."""
-    _, target, drafter = write_random_pair(seed, tmp_path, both={"final_logit_softcapping": None}, scales=Scales(matrices=2))
+    _, target, drafter = write_random_pair(5, tmp_path, both={"final_logit_softcapping": None}, scales=Scales(matrices=2))
     figures = _exported(target, drafter, tmp_path / "bundle")["unquantized"]
     assert figures["mean_kl"] < 1e-4
     assert figures["max_abs_difference"] < 0.05

@@ -1,13 +1,13 @@
-"""Signed bundles: made by edge-export pair --sign, demanded by edge-run generate --verify-key, and readable by openssl."""
+"""Signed bundles: made by edge-export pair --sign, demanded by edge-run generate --verify-key.
+
+What a key and a signature may be: tests/runtime/bundle/test_signature.py.
+"""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,24 +19,19 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from edge_bench.cli.main import main as bench
 from edge_export.cli.command import main as export
-from edge_export.errors import ExportError
-from edge_export.pipeline.bundle_files import read_signing_key
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.cli.run import main as run
 from edge_runtime.errors import BundleError
 
-PLAIN = form.NoEncryption()
 
-
-def write_pair(folder: Path, key=None, encryption: form.KeySerializationEncryption = PLAIN) -> tuple[Path, Path]:
+def write_pair(folder: Path) -> tuple[Path, Path]:
+    """Writes a private and a public key."""
     folder.mkdir(exist_ok=True)
-    key = key or Ed25519PrivateKey.generate()
-    private, public = folder / "key.pem", folder / "key.pub"
-    private.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, encryption))
+    key, private, public = Ed25519PrivateKey.generate(), folder / "key.pem", folder / "key.pub"
+    private.write_bytes(key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo))
     return private, public
 
@@ -52,7 +47,11 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "bundle", public
 
 
-@pytest.mark.parametrize("harm", ["another key", "manifest", "signature", "no signature", "empty", "long", "pipe", "link"])
+def test_the_owners_signature_is_taken(signed: tuple[Path, Path]) -> None:
+    assert open_bundle(signed[0], public_key=signed[1]).manifest.files
+
+
+@pytest.mark.parametrize("harm", ["another key", "manifest", "no signature", "pipe", "link"])
 def test_anything_else_is_not(signed: tuple[Path, Path], tmp_path: Path, harm: str) -> None:
     bundle, public = shutil.copytree(signed[0], tmp_path / "bundle"), signed[1]
     manifest, signature = bundle / "manifest.json", bundle / "manifest.json.sig"
@@ -60,19 +59,12 @@ def test_anything_else_is_not(signed: tuple[Path, Path], tmp_path: Path, harm: s
         _, public = write_pair(tmp_path / "other")
     elif harm == "manifest":  # the same in every field, with another blank
         manifest.write_bytes(manifest.read_bytes() + b" ")
-    elif harm == "signature":
-        raw = bytearray(base64.b64decode(signature.read_bytes()))
-        raw[7] ^= 1
-        signature.write_bytes(base64.b64encode(raw))
-    elif harm == "no signature":
-        signature.unlink()
-    elif harm == "pipe":
-        signature.unlink()
-        os.mkfifo(signature)
     elif harm == "link":
         signature.symlink_to(signature.rename(tmp_path / "elsewhere"))
     else:
-        signature.write_bytes(b"" if harm == "empty" else signature.read_bytes() + b" " * 4096)
+        signature.unlink()
+        if harm == "pipe":
+            os.mkfifo(signature)
     with pytest.raises(BundleError, match=r"not signed|not a signature of this manifest"):
         open_bundle(bundle, public_key=public)
     result = CliRunner().invoke(run, ["generate", str(bundle), "--verify-key", str(public), "x"])
@@ -86,15 +78,6 @@ def test_a_key_beside_no_check_is_a_usage_error(signed: tuple[Path, Path], comma
     assert "--check none, which does not compare" in result.output
 
 
-def test_the_owner_s_signature_is_taken_and_a_key_may_come_through_a_pipe(signed: tuple[Path, Path], tmp_path: Path) -> None:
-    assert open_bundle(signed[0], public_key=signed[1]).manifest.files
-    os.mkfifo(tmp_path / "key")
-    writer = threading.Thread(target=lambda: (tmp_path / "key").write_bytes(signed[1].read_bytes()))
-    writer.start()
-    assert open_bundle(signed[0], public_key=tmp_path / "key").manifest.files
-    writer.join()
-
-
 def test_a_file_swapped_under_a_good_signature_is_refused(signed: tuple[Path, Path], tmp_path: Path) -> None:
     bundle, public = shutil.copytree(signed[0], tmp_path / "bundle"), signed[1]
     path = bundle / json.loads((bundle / "manifest.json").read_text())["files"][0]["path"]
@@ -105,44 +88,8 @@ def test_a_file_swapped_under_a_good_signature_is_refused(signed: tuple[Path, Pa
         open_bundle(bundle, public_key=public)
 
 
-def test_openssl_makes_keys_and_checks_the_signature(signed: tuple[Path, Path], tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to compare with")
-    bundle, public = signed
-    (tmp_path / "sig").write_bytes(base64.b64decode((bundle / "manifest.json.sig").read_bytes()))
-    command = ["openssl", *["pkeyutl", "-verify", "-pubin", "-rawin", "-inkey"], public, "-in", bundle / "manifest.json", "-sigfile"]
-    command.append(tmp_path / "sig")
-    assert b"Success" in subprocess.run(command, capture_output=True, check=True).stdout
-    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / "own.pem"], check=True)
-    assert read_signing_key(tmp_path / "own.pem").sign(b"x")
-
-
-@pytest.mark.parametrize("wrong", ["missing", "no key", "password", "another kind", "public"])
-def test_a_key_that_cannot_sign_is_refused_before_anything_is_made(tmp_path: Path, wrong: str) -> None:
-    path = tmp_path / "k" / "key.pem"
-    if wrong == "password":
-        write_pair(tmp_path / "k", encryption=form.BestAvailableEncryption(b"secret"))
-    elif wrong == "another kind":
-        write_pair(tmp_path / "k", key=X25519PrivateKey.generate())
-    elif wrong == "public":
-        path = write_pair(tmp_path / "k")[1]
-    elif wrong == "no key":
-        (tmp_path / "k").mkdir()
-        path.write_text("no key")
-    with pytest.raises(ExportError, match=r"key"):
-        read_signing_key(path)
-    result = CliRunner().invoke(export, ["reference", "-o", str(tmp_path / "bundle"), "--sign", str(path)])
-    assert result.exit_code == 1
+def test_a_key_that_cannot_sign_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    _, public = write_pair(tmp_path / "k")
+    result = CliRunner().invoke(export, ["reference", "-o", str(tmp_path / "bundle"), "--sign", str(public)])
+    assert (result.exit_code, "private key" in result.output) == (1, True), result.output
     assert not (tmp_path / "bundle").exists()
-
-
-@pytest.mark.parametrize("wrong", ["missing", "no key", "another kind"])
-def test_a_public_key_that_is_none(signed: tuple[Path, Path], tmp_path: Path, wrong: str) -> None:
-    path = tmp_path / "k" / "key.pub"
-    if wrong == "another kind":
-        write_pair(tmp_path / "k", key=X25519PrivateKey.generate())
-    elif wrong == "no key":
-        (tmp_path / "k").mkdir()
-        path.write_text("no key")
-    with pytest.raises(BundleError, match=r"key"):
-        open_bundle(signed[0], public_key=path)

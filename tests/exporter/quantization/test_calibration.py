@@ -26,7 +26,7 @@ from edge_export.parity.reference import Reference
 from edge_export.pipeline import export as pipeline
 from edge_export.quantization import calibration, importance_sources
 from edge_export.quantization import importance as quantization_importance
-from edge_export.quantization.calibration import CalibrationRequest, calibrate, read_text
+from edge_export.quantization.calibration import CalibrationRequest, calibrate, chunks_of, read_text
 from edge_export.quantization.importance import Importance, SecondMoments, fitted
 from edge_export.quantization.importance_sources import LAYERS_FILE, SAVED, ImportanceSources
 from edge_export.quantization.llama_quantize import quantize_gguf
@@ -77,26 +77,35 @@ def test_every_matrix_of_both_is_measured(member: str, request_for: Callable[[st
 
 
 def test_the_sums_are_those_of_the_inputs(request_for: Callable[[str], CalibrationRequest]) -> None:
+    """A row counts by what becomes of its errors: norms make a short row as long as others, and attention reads a row of V many times."""
     request = replace(request_for("26b-a4b"), with_drafter=False)
     made = calibrate(request)
     assert made.drafter == {}
-    observed: dict[str, Any] = {}
-    model = request.reference.load_target()
+    model, seen = request.reference.load_target(), dict[str, tuple[Any, Any]]()
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.2"))
-    layer.mlp.down_proj.register_forward_hook(lambda module, inputs, output: observed.setdefault("down", []).append((inputs[0], output)))
-    layer.experts.register_forward_pre_hook(lambda module, inputs: observed.setdefault("experts", []).append(inputs))
+    for name, module in layer.named_modules():
+        module.register_forward_hook(lambda _, inputs, output, name=name: seen.update({name: (inputs, output)}))
     with torch.inference_mode():
-        for chunk in calibration._chunks(request, TEXT):
-            model(input_ids=torch.tensor([chunk]))
-        down, value = (torch.cat([pair[i][0] for pair in observed["down"]]).double() for i in range(2))
-        # What it gives is normed.
-        counts = 1 / (value.square().mean(-1, keepdim=True) + 1e-6)
-        rows, chosen = (torch.cat([inputs[i] for inputs in observed["experts"]]) for i in range(2))
+        model(input_ids=torch.tensor(chunks_of(request, TEXT)))
+        read_by = seen["self_attn"][1][1].double().square().sum((1, 2))  # attention [texts, heads, T, T]
+        head_dim = layer.self_attn.head_dim
+        for name, short, normed, width, share in (
+            ("self_attn.q_proj", "attn_q", "self_attn.q_proj", head_dim, 1.0),
+            ("self_attn.v_proj", "attn_v", "self_attn.v_proj", head_dim, read_by),
+            ("self_attn.o_proj", "attn_output", "self_attn.o_proj", None, 1.0),
+            ("mlp.up_proj", "ffn_up", "mlp.down_proj", None, 1.0),
+            ("mlp.down_proj", "ffn_down", "mlp.down_proj", None, 1.0),
+        ):
+            rows, lengths = seen[name][0][0].double(), seen[normed][1].double()
+            parts = lengths.unflatten(-1, (-1, width or lengths.shape[-1])).square().mean(-1) + 1e-6
+            counts = share * parts.reciprocal().mean(-1)
+            expected = (rows**2 * (counts / counts.mean())[..., None]).sum((0, 1))
+            assert np.allclose(made.target[f"blk.2.{short}.weight"].sums, expected.numpy(), rtol=1e-3), short
+        rows, chosen = seen["experts"][0][:2]
         gate_up = torch.einsum("th,eoh->teo", rows, layer.experts.gate_up_proj)
         gate, up = gate_up.chunk(2, dim=-1)
         inner = layer.experts.act_fn(gate) * up
         used = torch.nn.functional.one_hot(chosen, len(layer.experts.gate_up_proj)).sum(1).double()
-    assert np.allclose(made.target["blk.2.ffn_down.weight"].sums, (down**2 * counts / counts.mean()).sum(0).numpy(), rtol=1e-3)
     first, second = made.target["blk.2.ffn_gate_up_exps.weight"], made.target["blk.2.ffn_down_exps.weight"]
     assert np.array_equal(first.counts, used.sum(0).numpy())
     assert first.counts.sum() == 2 * TOKENS
@@ -129,7 +138,7 @@ def test_moments_are_those_of_the_inputs(
 
 
 def test_matrices_of_many_bits_have_no_moments(request_for: Callable[[str], CalibrationRequest], tmp_path: Path) -> None:
-    """The last matrix of a feed-forward is the widest: without its moments a calibration takes half the time and an eighth of the disk."""
+    """The last matrix of a feed-forward is the widest: without its moments a calibration takes less work."""
     without = OnnxRequest().importance_roles["target"]
     assert without == {"attn_k", "attn_v", "ffn_down", "proj", "token_embd"}
     assert OnnxRequest(block=32).importance_roles == {"target": frozenset(), "drafter": None}
@@ -143,8 +152,7 @@ def test_matrices_of_many_bits_have_no_moments(request_for: Callable[[str], Cali
     assert {"blk.0.ffn_down.weight", "blk.0.attn_v.weight", "token_embd.weight"} <= set(made.target), "they are weighed"
     assert not moments.has("blk.0.ffn_down.weight")
     checkpoint = request.reference.target.checkpoint
-    assert calibration._moment_bytes(checkpoint, moments) < calibration._moment_bytes(checkpoint, SecondMoments(tmp_path))
-    assert calibration.expected_minutes(request.reference, without) < calibration.expected_minutes(request.reference, frozenset())
+    assert calibration.expected_products(checkpoint, without) < calibration.expected_products(checkpoint, frozenset())
 
 
 def test_two_formats_compensate_what_either_gains_by(export: Callable[..., Bundle], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,59 +170,6 @@ def test_two_formats_compensate_what_either_gains_by(export: Callable[..., Bundl
             export(importance=ImportanceSources(calibrate=text), **formats)
     raised, in_8_bits = frozenset({"ffn_down", "attn_v"}), OnnxRequest().importance_roles["target"]
     assert asked == [raised, raised, raised, frozenset(), in_8_bits, None]
-
-
-class FeedForward(torch.nn.Module):
-    """A feed-forward without its other half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.down_proj = torch.nn.Linear(32, 16, bias=False), torch.nn.Linear(16, 8, bias=False)
-
-    def forward(self, rows: Any) -> Any:
-        return self.down_proj(self.gate_proj(rows).relu())
-
-
-class Attention(torch.nn.Module):
-    """Attention of one head whose rows all attend to the first, 0.9, and to themselves, 0.1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_dim, self.v_norm = 8, torch.nn.Identity()
-        self.q_proj, self.v_proj, self.o_proj = (torch.nn.Linear(32, 8, bias=False) for _ in range(3))
-
-    def forward(self, rows: Any) -> Any:
-        self.q_proj(rows)
-        self.v_proj(rows)
-        probabilities = torch.full((1, 1, rows.shape[1], rows.shape[1]), 0.0)
-        probabilities[..., 0] = 0.9
-        probabilities.diagonal(dim1=-2, dim2=-1)[...] += 0.1
-        return self.o_proj(rows), probabilities
-
-
-def test_rows_count_by_what_becomes_of_their_errors(tmp_path: Path) -> None:
-    """Norms make a short row as long as others, and errors in the first row's V reach every row that attends to it."""
-    torch.manual_seed(3)
-    model, rows = torch.nn.Module(), torch.randn(1, 64, 32)
-    model.self_attn, model.mlp = Attention(), FeedForward()
-    rows[0, 0] *= 0.1
-    moments = SecondMoments(tmp_path / "moments")
-    sums = calibration._Sums(moments)
-    with torch.inference_mode(), calibration._collecting(model, sums, "model.layers.0."):
-        model.self_attn(rows)
-        model.mlp(rows)
-    entries, kept = sums.entries(), model.self_attn
-    shares = {}
-    for name, matrix in (("attn_q", kept.q_proj), ("attn_output", kept.o_proj), ("attn_v", kept.v_proj), ("ffn_gate", model.mlp)):
-        counts = 1 / (matrix(rows)[0].detach().square().mean(-1) + 1e-6)
-        if name == "attn_v":
-            counts = counts * torch.tensor([1.0 + 63 * 0.81] + 63 * [0.01])
-        shares[name] = float((counts / counts.sum())[0])
-        expected = (rows[0].T * counts / counts.sum()) @ rows[0]
-        assert np.allclose(np.load(tmp_path / "moments" / f"blk.0.{name}.weight.npy"), expected.numpy(), rtol=1e-3, atol=1e-5)
-        assert entries[f"blk.0.{name}.weight"].counts.tolist() == [64]
-    assert shares["attn_v"] > 0.99
-    assert 0.3 < shares["attn_output"] < 0.9
 
 
 @pytest.fixture
@@ -385,6 +340,7 @@ def test_a_calibration_that_was_stopped_goes_on_where_it_was(
     assert not state.exists()
 
 
+@pytest.mark.usefixtures("few_drafts")
 def test_what_a_calibration_brings_is_measured(
     export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,9 +366,9 @@ def test_a_text_of_one_long_line_is_a_text(request_for: Callable[[str], Calibrat
 def test_a_text_that_falls_into_bytes_is_named(request_for: Callable[[str], CalibrationRequest], text: Path) -> None:
     lines: list[str] = []
     request = replace(request_for("e2b"), notify=lines.append)
-    calibration._chunks(request, text.read_text())
+    chunks_of(request, text.read_text())
     assert lines == []
-    calibration._chunks(request, "\u1230\u120b\u121d" * 400)
+    chunks_of(request, "\u1230\u120b\u121d" * 400)
     assert lines == [
         "text.txt falls into 3600 tokens for 1200 characters: the tokenizer has no words of its language, so calibrating on it may bring"
         " little. Text in a language that the model knows brings more."

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
@@ -129,42 +127,19 @@ def test_what_is_not_this_models_is_refused(checkpoint: Checkpoint) -> None:
     [
         (b"", "it ends at byte 0, 4 are announced"),
         (struct.pack("<i", -1), "it claims -1 entries"),
-        (struct.pack("<i", 1 << 30) + bytes(64), "it claims 1073741824 entries"),
         (struct.pack("<ii", 1, 1 << 29) + bytes(64), "it claims 536870912 letters of a name"),
-        (struct.pack("<ii", 1, 3) + b"abc" + struct.pack("<ii", 1, 2000) + bytes(9000 - 19), None),
         (struct.pack("<ii", 1, 3) + b"abc" + struct.pack("<ii", 1, 2000) + bytes(800), "it claims 2000 values"),
-        (struct.pack("<ii", 1, 3) + b"abc" + struct.pack("<ii", 1, 2000) + bytes(7990), "it ends at byte 8009, 8019 are announced"),
         (struct.pack("<ii", 1, 3) + b"abc" + struct.pack("<ii", -5, 2), "it claims -5 calls"),
         ((struct.pack("<i", 2) + (struct.pack("<i", 3) + b"abc" + struct.pack("<iif", 1, 1, 2.0)) * 2), "abc comes twice"),
         (b"GGUF" + bytes(100), "has GGUF version 0.*given as an importance matrix"),
     ],
 )
-def test_damaged_files_are_refused(data: bytes, match: str | None, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(data: bytes, match: str, tmp_path: Path) -> None:
+    """Any other damage: the reader "imatrix" of tests/fuzz."""
     path = tmp_path / "damaged"
     path.write_bytes(data)
-    if match is None:
-        assert list(read_imatrix(path)[0]) == ["abc"]
-        return
     with pytest.raises(ExportError, match=match):
         read_imatrix(path)
-
-
-@given(cut=st.integers(0, 400), at=st.integers(0, 400), byte=st.integers(0, 255), newer=st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_damage_is_an_export_error_or_none(cut: int, at: int, byte: int, newer: bool, tmp_path: Path) -> None:
-    path, sums = tmp_path / "file", {"blk.0.attn_q.weight": ChannelSums(sums=np.ones(8), counts=np.ones(1))}
-    if newer:
-        write_imatrix(path, sums, "text", 1, 1)
-    else:
-        path.write_bytes(older(sums))
-    data = bytearray(path.read_bytes())
-    data[at % len(data)] = byte
-    path.write_bytes(bytes(data[: max(0, len(data) - max(0, cut - 200))]))
-    try:
-        for entry in read_imatrix(path)[0].values():
-            assert entry.sums.size < 100
-    except ExportError:
-        pass
 
 
 def test_a_gguf_of_something_else_and_huge_or_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

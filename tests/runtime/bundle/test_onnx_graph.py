@@ -189,7 +189,7 @@ def test_fields_without_end_are_refused_and_take_little(kind: str, tmp_path: Pat
     monkeypatch.setattr(onnx_file, "MAX_FIELDS", 50_000)
     pieces = {"opsets": b"\x42\0", "names": b"\x12\0", "inputs": b"\x5a\0", "nodes": b"\x0a\x05\x22\x03Add", "names of a node": b"\x0a\0"}
     pieces["a function's names"] = b"\x22\0"
-    data = pieces[kind] * ((2 << 20) // len(pieces[kind]))
+    data = pieces[kind] * ((512 << 10) // len(pieces[kind]))
     if kind == "names of a node":
         data = bytes_field(1, data)
     path = tmp_path / "model.onnx"

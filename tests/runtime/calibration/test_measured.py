@@ -201,7 +201,7 @@ def test_processes_that_write_at_once_lose_no_entry(tmp_path: Path) -> None:
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    assert [child.wait(60) for child in children] == [0, 0]
+    assert [child.wait(300) for child in children] == [0, 0]
     for child in children:
         child.stdin.close()  # type: ignore[union-attr]
     assert set(read_entries(tmp_path / "measured.json")) == {f"{name} {n}" for name in "ab" for n in range(25)}

@@ -12,7 +12,7 @@ from edge_runtime.decoding.acceptance import GreedyRule
 from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.policies import RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.sources import MODEL, Guess, Proposals, SourceOdds
-from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token
+from scripted import VOCABULARY, ScriptedTarget, TimedDrafter, TimedTarget, next_token
 
 TIMING = Timing(length=1, steps=2, draft_seconds=0.25, rows=3, verify_seconds=0.5)
 
@@ -186,28 +186,6 @@ def test_a_shadow_draft_is_compared_and_not_verified(shift: int, accepted: bool)
     assert policy.results[-1].left_out_right is None, "a drafter that drafted nothing was not compared"
 
 
-def test_a_stop_ends_the_round_where_plain_decoding_ends() -> None:
-    asked: list[int] = []
-    target = ScriptedTarget()
-    target.prefill([1, 2])
-    expected = right(target, 3, 5)
-
-    def is_stop(token: int) -> bool:
-        asked.append(token)
-        return token == expected[2]
-
-    first = expected.index(expected[2])
-    decoding = Decoding(target, 3, Planned(RoundPlan(4)), max_tokens=50, is_stop=is_stop)
-    decoding.draft_request()
-    _, done = finished(target, decoding, expected[:4])
-    assert done.tokens == tuple(expected[: first + 1])
-    assert asked == expected[: first + 1]
-    assert (done.accepted, len(done.sources)) == (first + 1, first + 1)
-    assert decoding.stopped
-    assert decoding.done
-    assert target.cache == [1, 2, 3, *expected[:first]]
-
-
 @pytest.mark.parametrize(
     ("options", "over"), [({"max_tokens": 0}, True), ({"max_tokens": 1}, False), ({"context": 2}, True), ({"context": 3}, False)]
 )
@@ -285,14 +263,21 @@ def test_a_rule_cuts_drafts_and_what_sources_expect() -> None:
     assert decoding.tokens_to_verify(list(expected)) == [3, *expected[:first]]
 
 
-def test_a_round_is_timed_from_draft_to_verify_and_to_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((9.0, 10.0, 10.5, 12.5, 13.0, 19.0, 20.0, 20.25, 21.25, 21.5))
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: next(clock))
-    policy = Planned(RoundPlan(2))
-    target, decoding = opened(policy, max_tokens=6)
-    rounds = decode(target, ScriptedDrafter(target, lambda *_: 0), decoding)
-    actual = [next(rounds) for _ in range(2)]
-    assert [(item.draft_seconds, item.verify_seconds) for item in actual] == [(0.5, 2.0), (0.25, 1.0)]
-    # A policy weighs the draft against all else that a round takes, its own planning included.
-    timings = [result.timing for result in policy.results]
-    assert [(timing.draft_seconds, timing.verify_seconds) for timing in timings] == [(0.5, 3.5), (0.25, 2.25)]
+def test_a_policy_weighs_drafts_against_all_else_that_a_round_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round itself names the seconds of its draft and of its verify alone."""
+    clock = [0.0]
+
+    def spend(phase: str, _rows: int) -> None:
+        clock[0] += {"prefill": 9.0, "plan": 1.5, "draft": 0.5, "verify": 2.0}[phase]
+
+    class SlowToPlan(Planned):
+        def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
+            spend("plan", 0)
+            return super().plan(requests, any_prefix=any_prefix)
+
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    policy, target = SlowToPlan(RoundPlan(2)), TimedTarget(spend)
+    target.prefill([1, 2])
+    rounds = list(decode(target, TimedDrafter(target, spend), Decoding(target, 3, policy, max_tokens=6)))
+    assert [(item.draft_seconds, item.verify_seconds) for item in rounds] == [(0.5, 2.0)] * 2
+    assert [(result.timing.draft_seconds, result.timing.verify_seconds) for result in policy.results] == [(0.5, 3.5)] * 2

@@ -97,12 +97,6 @@ def test_temperature_zero_is_the_likeliest_token_after_bias_and_penalties():
     assert not Sampler(SamplingParams(temperature=0, top_k=3)).adjusts
 
 
-@pytest.mark.parametrize("k", range(1, 6))
-def test_of_equal_logits_at_the_edge_of_top_k_the_first_stay(k):
-    row = np.array([1, 2, 0, 2, 1, 2, 1], dtype=np.float32)
-    assert Sampler(SamplingParams(top_k=k))(row).tokens.tolist() == sorted([1, 3, 5, 0, 4][:k])
-
-
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])
 def test_extreme_temperatures_stay_finite(temperature):
     got = Sampler(SamplingParams(temperature=temperature))(np.array([-1e4, 3.0, 2.0], dtype=np.float32))
@@ -232,21 +226,16 @@ def test_what_is_left_of_a_distribution_is_that_of_dense_rows(own, other, share)
     np.testing.assert_allclose(left, np.maximum(share * dense(on(own)) - dense(on(other)), 0)[own], atol=1e-15)
 
 
-@pytest.mark.parametrize("k", [1, 3, 40])
-def test_top_k_of_a_large_vocabulary_is_that_of_a_sort(k):
-    random = np.random.default_rng(k)
-    for distinct in (5, 50, 10**6):
-        row = (random.integers(0, distinct, 20000) / distinct).astype(np.float32)
-        row[random.integers(0, row.size, 100)] = -np.inf
+@pytest.mark.parametrize("k", [1, 3, 12, 40])
+@pytest.mark.parametrize("size", [7, 12 * 256, 20_000])
+def test_top_k_is_that_of_a_sort(size, k):
+    """Of equal logits at the edge the first stay."""
+    random = np.random.default_rng([size, k])
+    for distinct in (2, 5, 50, 10**6):
+        row = (random.integers(0, distinct, size) / distinct).astype(np.float32)
+        row[random.integers(0, size, size // 200)] = -np.inf
         result = Sampler(SamplingParams(top_k=k))(row).tokens
         assert result.tolist() == sorted(np.argsort(-row, kind="stable")[:k].tolist())
-
-
-@pytest.mark.parametrize("k", range(1, 13))
-def test_top_k_of_about_as_many_blocks_as_tokens_is_that_of_a_sort(k):
-    for seed in range(5):
-        row = np.random.default_rng([k, seed]).permutation(12 * 256).astype(np.float32)
-        assert Sampler(SamplingParams(top_k=k))(row).tokens.tolist() == sorted(np.argsort(-row)[:k].tolist())
 
 
 def test_a_ban_is_a_text_in_json():

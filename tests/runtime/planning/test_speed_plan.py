@@ -64,12 +64,6 @@ def plan(gb: float = 20, operations: float = 4000, facts: PairFacts = FACTS, pow
     return speed_plan(facts, device(gb, operations), MemoryPlan(process=1, weights=2, repacked=3, cache=4, buffers=5), 8, power)
 
 
-def test_plain_decoding_reads_the_weights_once_per_token() -> None:
-    actual = plan()
-    assert actual.plain.low < 20 * GB / FACTS.target_bytes < actual.plain.high
-    assert actual.plain.middle == pytest.approx(20 * GB / FACTS.target_bytes, rel=0.1)
-
-
 def test_a_device_that_computes_slowly_is_bound_by_that() -> None:
     actual = plan(gb=1000, operations=100)
     assert actual.plain.middle == pytest.approx(100 * G / (2 * FACTS.parameters), rel=0.1)

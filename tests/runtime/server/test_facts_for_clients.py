@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
 
-from chat_server import CHAT, HI, Scripted, ask, asked, client_of, scripted_server, send
+from chat_server import CHAT, HI, Held, Scripted, ask, asked, client_of, scripted_server, send
 from chat_words import chat_session
 from edge_runtime.decoding.loop import Round
 from edge_runtime.server.requests.completions import read_chat
@@ -59,22 +60,18 @@ def test_timings_are_in_the_last_chunk_alone(server: Scripted, usage: bool, n: i
 
 def test_the_first_event_of_a_stream_comes_with_the_first_token() -> None:
     with scripted_server(SAID) as server:
-        target = server.batch.targets[0]
-        prefill, begun = target.prefill, []
-
-        def slowly(tokens: Any, **options: Any) -> None:
-            time.sleep(0.3)
-            begun.append(time.monotonic())
-            prefill(tokens, **options)
-
-        target.prefill = slowly  # type: ignore[method-assign]
+        prompt, lines = Held(server.batch.targets[0], "prefill"), list[bytes]()
         connection = asked(server, {"messages": HI, "stream": True, "temperature": 0})
         response = connection.getresponse()
-        assert response.status == 200
-        assert not begun, "the status line does not wait for it"
-        first = response.readline()
-        assert begun, "the prompt is computed"
-        assert json.loads(first[6:])["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert response.status == 200, "the status line does not wait for the prompt"
+        reading = threading.Thread(target=lambda: lines.append(response.readline()))
+        reading.start()
+        assert prompt.begun.wait(30)
+        time.sleep(0.1)
+        assert lines == [], "the prompt is not computed yet"
+        prompt.going.set()
+        reading.join()
+        assert json.loads(lines[0][6:])["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         connection.close()
 
 
@@ -236,11 +233,19 @@ def test_totals_have_cached_tokens_and_drafts_by_their_place() -> None:
             assert f'edge_mtp_{kind}_tokens_by_position_total{{position="{place}"}} {count}' in text
 
 
-def test_a_served_pair_names_its_drafter_and_kernels(single: str) -> None:
-    netloc = urlsplit(single).netloc
-    connection = http.client.HTTPConnection(netloc, timeout=30)
-    connection.request("GET", "/v1/models")
-    meta = json.loads(connection.getresponse().read())["data"][0]["meta"]
-    connection.close()
+def meta_of(url: str) -> dict[str, Any]:
+    meta: dict[str, Any] = send(url, "GET", "/v1/models")[2]["data"][0]["meta"]
+    return meta
+
+
+def test_a_served_pair_names_its_drafter_kernels_and_contexts(single: str) -> None:
+    meta = meta_of(single)
     assert meta["drafter"] == "split"
     assert meta["kernels"] is None or isinstance(meta["kernels"], str)
+    assert (meta["n_ctx"], meta["n_ctx_train"]) == (512, 8192), "the shipped pair's max_position_embeddings, not the bundle's context"
+
+
+def test_graphs_do_not_say_for_how_long_a_context_their_model_was_trained(
+    served: Callable[..., str], onnx_pair: Callable[[str], Path]
+) -> None:
+    assert "n_ctx_train" not in meta_of(served(onnx_pair("int4"), "--context", "512"))

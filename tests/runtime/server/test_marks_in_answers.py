@@ -109,10 +109,38 @@ def ollama(server: Scripted, messages: Any = HI, *, stream: bool = False, **fiel
     )
 
 
+def messages(server: Scripted, turns: Any = HI, *, stream: bool = False, **fields: Any) -> Said:
+    body = {"max_tokens": 1000, "messages": turns, "temperature": 0, "stream": stream, **fields}
+    status, _, answer = send(server, "POST", "/v1/messages", body)
+    assert status == 200, answer
+    blocks, reason = blocks_of(events_of(answer)) if stream else (answer["content"], answer["stop_reason"])
+    return Said(
+        "".join(block["text"] for block in blocks if block["type"] == "text"),
+        "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
+        [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"],
+        {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}[reason],
+    )
+
+
+def blocks_of(events: list[Any]) -> tuple[list[Any], str]:
+    """The content blocks of a stream of /v1/messages, and why it ended."""
+    blocks, reason = [], ""
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(event["content_block"] | {"input": ""})
+        elif event["type"] == "content_block_delta":
+            for name, piece in event["delta"].items():
+                if name in ("text", "thinking", "partial_json"):
+                    blocks[-1]["input" if name == "partial_json" else name] += piece
+        elif event["type"] == "message_delta":
+            reason = event["delta"]["stop_reason"]
+    return [block | {"input": arguments_of(block["input"])} for block in blocks], reason
+
+
 def everywhere(server: Scripted) -> Iterator[Said]:
     """What each API says; a stream may have begun a call that was none, which has no arguments then."""
     for stream in (False, True):
-        for api in (chat, responses, ollama):
+        for api in (chat, responses, ollama, messages):
             said = api(server, stream=stream)  # type: ignore[operator]
             calls = [call for call in said.calls if isinstance(call[1], dict) or said.reason == "length" or not stream]
             yield Said(said.text, said.thoughts, calls, "stop" if said.reason == "tool_calls" and calls else said.reason)
@@ -171,26 +199,38 @@ def test_a_cut_call_has_the_beginning_of_its_arguments(stream: bool) -> None:
         limit = len('call:f{a:1,b:<|"|>') - 3
         assert chat(server, max_tokens=limit, stream=stream) == Said("", "", [("f", '{"a":1,"b":"')], "length")
         assert responses(server, max_output_tokens=limit, stream=stream) == Said("", "", [("f", '{"a":1,"b":"')], "length")
+        begun = '{"a":1,"b":"' if stream else {"a": 1, "b": ""}
+        assert messages(server, max_tokens=limit, stream=stream) == Said("", "", [("f", begun)], "length")
         # Arguments are an object in this API.
         assert ollama(server, options={"num_predict": limit}, stream=stream) == Said('call:f{a:1,b:<|"|>', "", [], "length")
         assert chat(server, max_tokens=6, stream=stream) == Said("call:", "", [], "length")
 
 
-@pytest.mark.parametrize("limit", range(1, len(CALL) - 17))
-def test_what_the_server_wrote_is_taken_back(limit: int) -> None:
+def test_what_the_server_wrote_is_taken_back() -> None:
     """Wherever a limit cuts a call, the conversation goes on."""
     again = [{"role": "user", "content": "again"}]
     with scripted_server(lambda _, output: "so" if "again" in output else CALL) as server:
-        message = send(server, "POST", CHAT, {"messages": HI, "max_tokens": limit, "temperature": 0})[2]["choices"][0]["message"]
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": "cut off"} for call in message.get("tool_calls", ())]
-        assert chat(server, [*HI, message, *results, *again]).text == "so"
-        items = send(server, "POST", "/v1/responses", {"input": "hi", "max_output_tokens": limit, "temperature": 0})[2]["output"]
-        outputs = [{"type": "function_call_output", "call_id": i["call_id"], "output": "x"} for i in items if i["type"] == "function_call"]
-        assert responses(server, [ITEMS[0], *items, *outputs, *again]).text == "so"
-        body = {"model": "x", "messages": HI, "stream": False, "options": {"num_predict": limit, "temperature": 0}}
-        message = send(server, "POST", "/api/chat", body)[2]["message"]
-        results = [{"role": "tool", "tool_name": "f", "content": "x"}] * len(message.get("tool_calls", ()))
-        assert ollama(server, [*HI, message, *results, *again]).text == "so"
+        for limit in range(1, len(CALL) - 17):
+            message = send(server, "POST", CHAT, {"messages": HI, "max_tokens": limit, "temperature": 0})[2]["choices"][0]["message"]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "cut off"} for call in message.get("tool_calls", ())]
+            assert chat(server, [*HI, message, *results, *again]).text == "so"
+            items = send(server, "POST", "/v1/responses", {"input": "hi", "max_output_tokens": limit, "temperature": 0})[2]["output"]
+            outputs = [
+                {"type": "function_call_output", "call_id": i["call_id"], "output": "x"} for i in items if i["type"] == "function_call"
+            ]
+            assert responses(server, [ITEMS[0], *items, *outputs, *again]).text == "so"
+            body = {"model": "x", "messages": HI, "stream": False, "options": {"num_predict": limit, "temperature": 0}}
+            message = send(server, "POST", "/api/chat", body)[2]["message"]
+            results = [{"role": "tool", "tool_name": "f", "content": "x"}] * len(message.get("tool_calls", ()))
+            assert ollama(server, [*HI, message, *results, *again]).text == "so"
+            content = send(server, "POST", "/v1/messages", {"messages": HI, "max_tokens": limit, "temperature": 0})[2]["content"]
+            results = [{"type": "tool_result", "tool_use_id": block["id"]} for block in content if block["type"] == "tool_use"]
+            turns = [
+                *HI,
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": [*results, {"type": "text", "text": "again"}]},
+            ]
+            assert messages(server, turns).text == "so"
 
 
 @pytest.mark.parametrize("arguments", ['{"text": "Par', "null", "[]", "", "{", "oops", '{"a": 1} and so on', "{'a': 1}", {"a": 1}, '"x"'])
@@ -229,6 +269,8 @@ def test_a_constrained_answer_comes_behind_free_thoughts() -> None:
         text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
         assert responses(server, reasoning={"effort": "high"}, text=text) == expected
         assert ollama(server, think=True, format=SCHEMA) == expected
+        output = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        assert messages(server, thinking={"type": "enabled"}, output_config=output) == expected
         assert chat(server, response_format=JSON, max_tokens=30).thoughts == ""
     with scripted_server("<|channel>thought\nhm<channel|><|tool_call>call:f{a:1}<tool_call|>") as server:
         expected = Said("", "hm", [("f", {"a": 1})], "tool_calls")

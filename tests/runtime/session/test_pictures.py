@@ -43,7 +43,6 @@ def answer(session: Session, text: str, **options: Any) -> Any:
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.ground)
 def test_the_picture_decides_the_answer(scene, session):
-    session.free_encoder()
     item = answer(session, QUESTION, media=[read_image(photo(scene, "JPEG"), 70)], draft_length=3)
     assert item.stats.media_rows == 64
     assert 0 < item.stats.encode_seconds < item.stats.prefill_seconds

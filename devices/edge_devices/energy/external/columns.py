@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from edge_devices.errors import MeterError
 
-# What the columns of a meter's table hold: quantities and units of their names, and what `--columns` says instead.
-
 _PREFIXES = {"": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "nano": 1e-9, "micro": 1e-6, "milli": 1e-3, "kilo": 1e3}
 _BASES: Mapping[str, Mapping[str, float]] = {
     "voltage": dict.fromkeys(("v", "volt", "volts"), 1.0),
@@ -55,39 +53,10 @@ _NOT_POWER = ("schein", "blind")  # apparent and reactive
 # Words of other quantities, extremes, thresholds, and energy that flows the other way.
 _OTHERS = frozenset(
     (
-        *(
-            "d",
-            "dp",
-            "dn",
-            "min",
-            "max",
-            "peak",
-            "record",
-            "minimum",
-            "maximum",
-            "std",
-            "stdev",
-            "stddev",
-            "deviation",
-            "variance",
-            "count",
-        ),
-        *(
-            "resistance",
-            "temp",
-            "temperature",
-            "capacity",
-            "ripple",
-            "reactive",
-            "apparent",
-            "aprt",
-            "factor",
-            "cost",
-            "shunt",
-            "frequency",
-        ),
-        *("limit", "tdp", "target", "threshold", "alarm", "rated", "nominal", "set", "setpoint", "budget", "state", "status", "on", "off"),
-        *("returned", "return", "ret", "export", "exported", "yesterday"),
+        *("d", "dp", "dn", "min", "max", "peak", "record", "minimum", "maximum", "std", "stdev", "stddev", "deviation", "variance"),
+        *("count", "resistance", "temp", "temperature", "capacity", "ripple", "reactive", "apparent", "aprt", "factor", "cost", "shunt"),
+        *("frequency", "limit", "tdp", "target", "threshold", "alarm", "rated", "nominal", "set", "setpoint", "budget", "state", "status"),
+        *("on", "off", "returned", "return", "ret", "export", "exported", "yesterday"),
     )
 )
 _SECOND_LINES = frozenset(("usb", "aux"))  # beside the supply: taken where nothing else is there
@@ -267,7 +236,7 @@ def candidates(header: Sequence[str]) -> dict[str, list[Column]]:
     }
 
 
-def named_column(header: Sequence[str], quantity: str, name: str, unit: str = "") -> Column:
+def named_column(header: Sequence[str], quantity: str, name: str, unit: str) -> Column:
     """Returns the column of this name, or of this number from 1, in a `unit` of its quantity if one is given. Raises MeterError."""
     places = [index for index, column in enumerate(header) if simple(column) == simple(name)]
     if len(places) > 1:
@@ -293,8 +262,6 @@ def listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more
 
-
-# Cells of a meter's table: numbers of any region, with a unit or without, and times.
 
 DAY_S = 86400.0
 DATED_S = 1e7  # times from here on are dates; clock times are below, of which dates that are not ISO 8601 keep the hours alone

@@ -281,8 +281,6 @@ def _home_assistant(header: Sequence[str], rows: Sequence[Sequence[str]], choice
     return replace(choice, names={"time": "last_changed", quantity: "state"})
 
 
-# The figures of a meter's table: signs, readings that are missing, counters that begin again, and what no supply of a device can be.
-
 WATTS_ASSUMED = (0.05, 300.0)  # mean of a table whose columns name no unit
 WATTS_STATED = (0.001, 3000.0)
 RESTART_SHARE = 0.1  # a counter that falls below this share of its value began again

@@ -1,4 +1,9 @@
-"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace."""
+"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace.
+
+A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
+are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
+Formats and their sources: tests/devices/meters/fixtures/tables.toml.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from edge_devices.energy.external.columns import AUTOMATIC as AUTOMATIC
-from edge_devices.energy.external.columns import COLUMNS_HELP as COLUMNS_HELP
-from edge_devices.energy.external.columns import OVERLOADS, UNITS, Choice, Numbers, Timeline, Times, decimal_mark, is_number, stamp_seconds
-from edge_devices.energy.external.columns import parse_choice as parse_choice
+from edge_devices.energy.external.columns import (
+    AUTOMATIC,
+    OVERLOADS,
+    UNITS,
+    Choice,
+    Numbers,
+    Timeline,
+    Times,
+    decimal_mark,
+    is_number,
+    stamp_seconds,
+)
 from edge_devices.energy.external.layout import (
     MAX_MISSING_SHARE,
     PREAMBLE,
@@ -33,8 +46,6 @@ from edge_devices.energy.external.layout import (
 from edge_devices.errors import MeterError
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope, Trace
-
-# The rows of a meter's table: its encoding, its separator, and the cells of each line.
 
 MAX_ROWS = 10_000_000
 MAX_LINE_CHARS = 1 << 16  # a log of hundreds of sensors has a header of 20,000
@@ -105,8 +116,6 @@ def _cells(text: str, separator: str) -> list[str]:
             cells.append(word.strip('"'))
     return cells
 
-
-# Whether a table is of one device: what the columns beside the time and the figure say.
 
 NAMES = re.compile(
     r"(?:device|entity|sensor|plug|host|meter|node|outlet|socket|channel|serial|gerät|steckdose|kanal)s?(?:[ _]?(?:id|name|number|nr))?"
@@ -183,17 +192,11 @@ def _is_text(cells: list[str]) -> bool:
     return any(cell and not is_number(cell) and stamp_seconds(cell) is None for cell in cells)
 
 
-# Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write.
-#
-# A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
-# are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
-# Formats and their sources: tests/devices/meters/fixtures/tables.toml.
-
 JUMPS_NAMED = 3
 NO_VALUE = frozenset(("unavailable", "unknown", "none"))  # Home Assistant's words for a sensor that did not answer
 
 
-def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.EXTERNAL) -> Trace:
+def import_csv(path: Path, choice: Choice = AUTOMATIC) -> Trace:
     """Reads a table separated by commas, semicolons, tabs, bars or blanks. Joules are preferred to watts, watts to V × A, watt-hours last.
 
     Times that go back a little (loggers that stamp whole packets) are held; where the meter's clock was set they go on. A counter that
@@ -202,12 +205,12 @@ def import_csv(path: Path, choice: Choice = AUTOMATIC, *, scope: Scope = Scope.E
     such a device has: a unit is wrong then.
     """
     try:
-        return _import(path, choice, scope)
+        return _import(path, choice)
     except MeterError as error:
         raise MeterError(f"{path}: {error}") from error.__cause__
 
 
-def _import(path: Path, choice: Choice, scope: Scope) -> Trace:
+def _import(path: Path, choice: Choice) -> Trace:
     rows = rows_of(path)
     head = list(islice(rows, PREAMBLE))
     layout = layout_of(head, choice)
@@ -230,7 +233,7 @@ def _import(path: Path, choice: Choice, scope: Scope) -> Trace:
     facts = MeterFacts(
         name=f"csv:{path.name}",
         kind=Kind.COUNTER if layout.counter else Kind.SAMPLER,
-        scope=scope,
+        scope=Scope.EXTERNAL,
         source=f"{path.name}, {layout.what}",
         refresh_s=spacing,
         resolution=min((abs(b.value - a.value) for a, b in pairwise(samples) if a.value != b.value), default=0.0),
@@ -359,6 +362,3 @@ def _samples(layout: TableLayout, numbers: array[int], times: list[float], value
             " says, give it: --columns unit=mA (or mW, Wh, ...), or time_unit=ms"
         )
     return samples, notes
-
-
-__all__ = ["AUTOMATIC", "COLUMNS_HELP", "Choice", "import_csv", "parse_choice"]

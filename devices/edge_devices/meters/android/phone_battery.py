@@ -26,6 +26,7 @@ PACK_VOLTS = (2.5, 10.0)  # one or two lithium cells in series
 TWO_CELL_MAKERS = ("oneplus", "oppo", "realme", "vivo")
 NAME, SYSFS = "android:battery", "android:battery-sysfs"
 SYSFS_NAMES = ("battery", "bms", "main")
+_ATTEMPTS = 8  # readings of a gauge, half a second apart, until one has a current
 UNPLUG = "unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it"
 
 
@@ -79,7 +80,7 @@ def current_unit(current: int, volts: float) -> str:
     )
 
 
-def gauge_meter(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge], notes: tuple[str, ...] = ()) -> SumMeter:
+def gauge_meter(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge], notes: tuple[str, ...]) -> SumMeter:
     """Returns the meter of current × voltage of a gauge, in watts; the unit follows from the first current that is not 0."""
     unit = _first_unit(system, read_gauge)
     facts = MeterFacts(
@@ -104,13 +105,13 @@ def gauge_meter(system: System, name: str, source: str, read_gauge: Callable[[Sy
     return SumMeter(system, facts, read)
 
 
-def _first_unit(system: System, read_gauge: Callable[[System], Gauge], attempts: int = 8) -> str:
-    for _ in range(attempts):
+def _first_unit(system: System, read_gauge: Callable[[System], Gauge]) -> str:
+    for _ in range(_ATTEMPTS):
         gauge = read_gauge(system)
         if gauge.current:
             return current_unit(gauge.current, gauge.volts)
         system.sleep(0.5)
-    raise MeterError(f"the gauge answered no current {attempts} times; it may not measure one; use a meter in the supply line")
+    raise MeterError(f"the gauge answered no current {_ATTEMPTS} times; it may not measure one; use a meter in the supply line")
 
 
 def read_service(system: System) -> Gauge:

@@ -1,4 +1,12 @@
-"""Attention of graphs with dynamic shapes, in two variants, and the types of the K/V rows that it reads."""
+"""Attention of graphs with dynamic shapes, in two variants, and the types of the K/V rows that it reads.
+
+On *buffers*: com.microsoft GroupQueryAttention with one buffer per owning layer, bound as past and as present, so that rows are written
+in place. Layers without K/V of their own give it no new rows and the owner's buffer.
+
+On *rows*: plain products with exactly the visible rows, for one K/V head: in the target on full layers, in the drafter on all.
+All query heads are rows of one product, so that keys are read once; GroupQueryAttention reads them once for each head, which is slow at
+long contexts. The target outputs the new rows, and the host binds the memory behind the existing rows for them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +30,7 @@ from edge_export.onnx.weights import Stored, ValueType, WeightFile
 from edge_runtime.bundle.manifest import CacheBuffer, Rotation
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
-# The types of K/V rows: float32, float16, or int8 with one scale for each channel of each head, fixed in the export.
-
+# Scales of int8 are one for each channel of each head, fixed in the export.
 KV_TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
 _LEVELS = 127
 # Other text has larger values than the text on which scales are measured.
@@ -105,15 +112,6 @@ def _amplitudes(keys: NDArray[np.float32], pairs: int) -> NDArray[np.float32]:
     largest[:, :pairs] = largest[:, half : half + pairs] = lengths
     return largest
 
-
-# Attention of graphs with dynamic shapes, in two variants.
-#
-# On *buffers*: com.microsoft GroupQueryAttention with one buffer per owning layer, bound as past and as present, so that rows are written
-# in place. Layers without K/V of their own give it no new rows and the owner's buffer.
-#
-# On *rows*: plain products with exactly the visible rows, for one K/V head: in the target on full layers, in the drafter on all.
-# All query heads are rows of one product, so that keys are read once; GroupQueryAttention reads them once for each head, which is slow at
-# long contexts. The target outputs the new rows, and the host binds the memory behind the existing rows for them.
 
 LAYER_KINDS = {SLIDING: "sliding", FULL: "full"}
 
@@ -232,7 +230,6 @@ class Attention:
 
     @property
     def _positions(self) -> str:
-        """The positions of the queries."""
         return self.read.positions if self.read else "position_ids"
 
     def on_buffers(

@@ -351,10 +351,7 @@ class Blocks:
         if matrix.parts:
             return [graph.linear(value, part) for part in matrix.parts]
         product = graph.linear(value, matrix)
-        return self._split(graph, product, sizes) if len(sizes) > 1 else [product]
-
-    def _split(self, graph: GraphBuilder, value: str, sizes: list[int]) -> list[str]:
-        return graph.ops("Split", [value, graph.integers(sizes)], len(sizes), axis=-1)
+        return graph.split(product, sizes) if len(sizes) > 1 else [product]
 
 
 class DrafterBlocks(Blocks):
@@ -386,4 +383,4 @@ def per_layer_inputs(
     size = model.per_layer_size
     layers = projection.rows // size
     normed = head_norm(graph.linear(embedded, projection), graph.weight(weight), layers, size, float(model.hidden_size))
-    return graph.equal_parts(graph.op("Add", normed, identity), layers, size)
+    return graph.split(graph.op("Add", normed, identity), [size] * layers)

@@ -1,4 +1,8 @@
-"""The drafter as one ONNX graph: a Loop over draft steps, which ends early where its confidence is low; and its sparse head."""
+"""The drafter as one ONNX graph: a Loop over draft steps, which ends early where its confidence is low; and its sparse head.
+
+A step: embedding of the newest token and a hidden row in, four or so layers on the target's K/V rows, a head, the next hidden row out.
+All steps have the position of the first (transformers, Gemma4AssistantForCausalLM and its candidate generator).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +25,9 @@ from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, DrafterBlocks, 
 from edge_export.onnx.graphs.target import embed
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
-# The sparse head of a drafter's graph: only the tokens of the best centroids are scored (transformers, Gemma4AssistantMaskedEmbedder).
-#
-# A centroid's output rows are contiguous. As integers they are stored transposed, [hidden_size, tokens of a centroid], which is the right
-# operand of MatMulInteger unchanged: gathered weights are multiplied with, and never converted to float32 first.
+# A sparse head scores the tokens of the best centroids only (transformers, Gemma4AssistantMaskedEmbedder). A centroid's output rows are
+# contiguous. As integers they are stored transposed, [hidden_size, tokens of a centroid], which is the right operand of MatMulInteger
+# unchanged: gathered weights are multiplied with, and never converted to float32 first.
 
 # Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
 Head = Callable[[GraphBuilder, str], tuple[str, str | None]]
@@ -100,12 +103,6 @@ def _product(graph: GraphBuilder, value: str, near: str) -> tuple[str, str]:
     levels, scale, zero = graph.ops("DynamicQuantizeLinear", [value], 3)
     products = graph.op("Cast", graph.op("MatMulInteger", levels, near, zero, graph.bytes(_ZERO_LEVEL)), to=1)
     return graph.op("Mul", products, scale), graph.op("Sub", value, graph.op("DequantizeLinear", levels, scale, zero))
-
-
-# The drafter as one ONNX graph: a Loop over draft steps of dynamic length, which ends early where its confidence is low.
-#
-# A step: embedding of the newest token and a hidden row in, four or so layers on the target's K/V rows, a head, the next hidden row out.
-# All steps have the position of the first (transformers, Gemma4AssistantForCausalLM and its candidate generator).
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,16 +125,6 @@ class CellWatch:
             self._pointer = None
 
 
-def unread_rows() -> int:
-    """Returns how many rows of products this process has skipped so far because nothing reads them; 0 without kernels."""
-    kernels = _kernels()
-    if kernels is None:
-        return 0
-    kernels.edge_ggml_unread_rows.restype = ctypes.c_int64
-    count: int = kernels.edge_ggml_unread_rows()
-    return count
-
-
 def _kernels() -> Any:
     """The library; None where there is none, or one of an earlier build, which would take other functions."""
     kernels = load_library()

@@ -28,8 +28,7 @@ from typing import Any
 
 from edge_devices.errors import EdgeError
 from edge_devices.files.atomic_write import clear_stale_in, unforeseen_temporary_of
-from edge_devices.files.cache_files import CacheFiles
-from edge_devices.files.user_cache import cache_folder, only_ours
+from edge_devices.files.user_cache import CacheFiles, cache_folder, only_ours
 from edge_devices.machine.memory import byte_text
 from edge_runtime.backends.kernels.loader import load_library, variant
 

@@ -7,7 +7,6 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -139,7 +138,7 @@ class Batch:
         self.structure.token = None
         self.structure.n_tokens = count
 
-    def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int = 0) -> None:
+    def add_step(self, token: int, embedding: NDArray[np.float32], position: int, sequence: int) -> None:
         """Adds one flagged row with a token and an embedding [width]."""
         row = self.structure.n_tokens
         self._tokens[row], self._positions[row], self._sequences[row], self._flags[row] = token, position, sequence, 1
@@ -249,7 +248,7 @@ class LlamaModel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -135,9 +135,7 @@ def try_device(
     *,
     driver: str,
     notify: Callable[[str], None],
-    waiting: Waiting = silent_wait,
-    child_command: Sequence[str] = CHILD_COMMAND,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    waiting: Waiting,
 ) -> None:
     """Returns if a child process can decode on the device of the options; cached for this driver and for files of these types.
 
@@ -147,7 +145,7 @@ def try_device(
     setup = _setup(target_path, drafter_path) | {"device": options.device, "layers": options.device_layers}
 
     def measure(_: Report, __: object) -> DeviceTrial:
-        death, _late = _run(child_command, setup, timeout_seconds)
+        death, _late = _run(CHILD_COMMAND, setup, TIMEOUT_SECONDS)
         if death is not None:
             raise BackendError(f"llama.cpp does not work on {options.device}: its child process {death}; leave --device out")
         return DeviceTrial(device=options.device)

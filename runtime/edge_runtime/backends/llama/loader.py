@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import platform
 import re
@@ -91,7 +90,7 @@ class LlamaLibrary:
         return f": {error}" if error else ""
 
 
-@functools.cache
+@cache
 def llama_library() -> LlamaLibrary:
     """Loads and checks llama-cpp-python once. Raises BackendError if it is missing, of another version, or lacks a symbol."""
     _limit_spinning()

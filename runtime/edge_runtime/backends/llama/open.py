@@ -84,7 +84,7 @@ class LlamaBackend:
             exported_parity=manifest.parity,
             row_kernels=kernels if repack and device is None else None,
             accelerator=None if device is None else Accelerator(name=device.name, driver=_identity(device)),
-            encoder=lazy_encoder(bundle, "gguf", lambda: batch.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),
+            encoder=lazy_encoder(bundle, "gguf", lambda: target.shared.open_encoder(bundle.path(MEDIA_ENCODER, "gguf")), room),
             set_threads=batch.set_threads if device is None else None,
         )
 

@@ -11,7 +11,6 @@ from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.drafter import LlamaDrafter
 from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
-from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.calibration.first_use import ThreadCounts
@@ -48,7 +47,6 @@ class LlamaSequenceBatch:
     def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
         """`drafter` is a model drafter, which serves all sequences, or a LookupDrafter, of which each gets its own, or None."""
         self.targets = tuple(target.shared.sequences)
-        self.vocabulary = target.vocabulary
         self._shared = target.shared
         self._drafter = drafter if isinstance(drafter, ModelDrafter) else None
         self.drafters: tuple[Drafter | None, ...]
@@ -69,10 +67,6 @@ class LlamaSequenceBatch:
     def verify_all(self, batches: Sequence[tuple[int, Sequence[int]]]) -> list[Logits]:
         """Verifies all batches in one forward."""
         return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in batches])
-
-    def open_encoder(self, path: Path) -> LlamaMediaEncoder:
-        """Opens the encoder of images and sound; the target closes it."""
-        return self._shared.open_encoder(path)
 
     def set_threads(self, counts: ThreadCounts) -> None:
         """Sets how many threads each phase runs on."""

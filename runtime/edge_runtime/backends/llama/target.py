@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.committed_tokens import CommittedText, TokenRange
+from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, well_formed
 from edge_runtime.backends.kernels.ggml import CellWatch, VisibleCells
 from edge_runtime.backends.kernels.loader import handed
 from edge_runtime.backends.llama.context import (
@@ -35,8 +34,6 @@ from edge_runtime.backends.llama.media_encoder import LlamaMediaEncoder
 from edge_runtime.bundle.gguf_gemma4 import TARGET
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows, Logits
-
-# Text to token ids and back, with the tokenizer that llama.cpp read from the target's GGUF.
 
 # llama_tokenize counts in int32 and a token is never longer than its text, so no longer text can be asked for.
 MAX_TEXT_BYTES = (1 << 31) - 64
@@ -88,7 +85,7 @@ class LlamaVocabulary(TokenRange):
         Any str is taken: NUL is a character like others, and a surrogate that is no half of a pair becomes U+FFFD.
         `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
         """
-        data = _well_formed(text).encode("utf-8")
+        data = well_formed(text).encode("utf-8")
         if len(data) > MAX_TEXT_BYTES:
             raise RequestError(f"the text has {len(data)} bytes, more than the {MAX_TEXT_BYTES} the tokenizer can take; shorten it")
         tokens = self._tokenize(data, parse_special)
@@ -114,11 +111,6 @@ class LlamaVocabulary(TokenRange):
         if count < 0:
             raise RequestError(f"the tokenizer refused a text of {len(data)} bytes (code {count}); shorten it")
         return [int(token) for token in buffer[:count]]
-
-
-def _well_formed(text: str) -> str:
-    """Joins surrogate pairs and replaces lone surrogates, which have no UTF-8 form, by U+FFFD."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 # The target in llama.cpp: one context, in which one or several sequences have their K/V rows.
@@ -471,5 +463,5 @@ class LlamaTarget(LlamaSequence):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

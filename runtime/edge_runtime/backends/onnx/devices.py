@@ -203,7 +203,10 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
                 name=name,
                 provider=plug_in.provider,
                 kind=plug_in.kind or hardware_kind,
-                hardware=facts.get("FULL_DEVICE_NAME") or facts.get("Description") or handle.device.vendor or _board(facts),
+                hardware=facts.get("FULL_DEVICE_NAME")
+                or facts.get("Description")
+                or handle.device.vendor
+                or board_name(System(), facts.get("pci_bus_id", "")),
                 driver=_driver(f"{plug_in.package} {version}", facts.get("DRIVER_VERSION")),
                 software=software,
                 options=_options(plug_in, software=software),
@@ -211,10 +214,6 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
             ),
         )
     return list(made.values())
-
-
-def _board(facts: Mapping[str, str]) -> str:
-    return board_name(System(), facts.get("pci_bus_id", ""))
 
 
 def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:
@@ -242,8 +241,6 @@ def _short(provider: str) -> str:
 def _names(there: Sequence[OrtDevice]) -> str:
     return ", ".join(device.name for device in there)
 
-
-# Sessions of onnxruntime on a device, and values that alias numpy arrays.
 
 # The kernels' products with weights in blocks.
 PRODUCTS = frozenset((KERNELS, name) for name in ("MatMulRows", "MatMulCapRows", "MatMulStatic", "FeedForwardRows"))
@@ -383,7 +380,7 @@ class Call:
             self._binding.bind_ortvalue_input(key, value)
         # Inputs that binding copies to another device, as they are then.
         self.copied: Mapping[str, Any] = {}
-        self._allocated = {key: number for number, (key, value) in enumerate(outputs.items()) if value is None}
+        self._allocated = [key for key, value in outputs.items() if value is None]
         for key, value in outputs.items():
             if value is None:
                 self._binding.bind_output(key, "cpu")
@@ -408,11 +405,6 @@ class Call:
             self._run(self._bound, None)
         except Exception as error:
             raise BackendError(f"onnxruntime failed in {self._name}: {first_line(error)}") from error
-
-    def results(self) -> dict[str, NDArray[Any]]:
-        """The outputs that the run allocated. Others stay where they are: a view of what lies on a device would copy all of it."""
-        values = self._binding.get_outputs()
-        return {key: values[number].numpy() for key, number in self._allocated.items()}
 
     def outputs(self) -> list[NDArray[Any]]:
         """The outputs as arrays, in the order in which they were bound; views, those given a place die with the next run."""

@@ -16,8 +16,6 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, MAX_HEAD_DIM, CacheBu
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import KvRows
 
-# The K/V rows of the ONNX graphs: one buffer each for the keys and the values of an owner layer, and who has written how far.
-
 FULL, SLIDING = "full", "sliding"
 BUFFER, ROWS = "buffer", "rows"
 DTYPES: dict[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "i8": np.int8}

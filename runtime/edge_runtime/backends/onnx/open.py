@@ -37,7 +37,6 @@ from edge_runtime.backends.onnx.target import (
     OrtOptions,
     OrtTarget,
     PairFiles,
-    StaticParts,
     pair_of,
 )
 from edge_runtime.bundle.bundle import Bundle
@@ -50,7 +49,6 @@ from edge_runtime.planning.memory import EncoderMemory, rotation_bytes
 
 # What is described of a device.
 _SHOWN = {"name", "kind", "hardware", "driver", "software"}
-__all__ = ["OrtOptions", "PairFiles", "StaticParts", "fallbacks", "open_onnx", "open_pair"]
 
 
 class OrtBackend:
@@ -181,7 +179,10 @@ def open_pair(files: PairFiles, options: OrtOptions, packed: PackedCache | None 
     session = SessionOptions(threads=options.threads, device=options.device)
     with LoadingDraft(files, session) as draft:
         target: OrtTarget | StaticOrtTarget
-        target = OrtTarget(files, options, session, packed) if files.static is None else StaticOrtTarget(files, options, session)
+        if files.static is None:
+            target = OrtTarget(files, options.context, session, packed)
+        else:
+            target = StaticOrtTarget(files, options.context, session)
         try:
             return target, open_drafter(files.drafter, target, session, files, draft) if files.drafter else None
         except BaseException:

@@ -13,7 +13,7 @@ from edge_devices.errors import first_line
 from edge_runtime.backends.committed_tokens import Tokens
 from edge_runtime.backends.onnx.devices import Call, Graph, SessionOptions, value_over
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, StaticRows, rotary_tables
-from edge_runtime.backends.onnx.target import GraphTarget, OrtOptions, PairFiles, check_inputs
+from edge_runtime.backends.onnx.target import GraphTarget, PairFiles, check_inputs
 from edge_runtime.errors import BundleError
 
 _MAX_PREFILL_ROWS = 4096
@@ -44,17 +44,17 @@ class Embedding:
 class StaticOrtTarget(GraphTarget):
     """The target of graphs of fixed shapes."""
 
-    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions) -> None:
+    def __init__(self, files: PairFiles, context: int, session: SessionOptions) -> None:
         assert files.static is not None
         facts = files.static.facts
         if not 0 < facts.verify_rows <= MAX_ROWS or not facts.verify_rows <= facts.prefill_rows <= _MAX_PREFILL_ROWS:
             raise BundleError(f"{facts.prefill_rows} and {facts.verify_rows} tokens for a prompt and a step are not sound; export again")
         self.rows = StaticRows(files.layout)
         longest_context = min(self.rows.rows[FULL], files.graphs.context)
-        super().__init__(files, options.context, self.rows, chunk=facts.prefill_rows, longest_context=longest_context)
+        super().__init__(files, context, self.rows, chunk=facts.prefill_rows, longest_context=longest_context)
         self.embedding = Embedding(files.static.embedding, files.vocab_size, files.hidden_size, facts.embedding_scale)
         # Filled-up forwards reach past the context.
-        self._rotations = rotary_tables(files.graphs.rotations, options.context + facts.prefill_rows)
+        self._rotations = rotary_tables(files.graphs.rotations, context + facts.prefill_rows)
         paths = {1: files.static.row, facts.verify_rows: files.target, facts.prefill_rows: files.static.prefill}
         self._static = {rows: _StaticForward(Graph(path, session), path, self, rows) for rows, path in sorted(paths.items())}
         self._graphs = [forward.graph for forward in self._static.values()]

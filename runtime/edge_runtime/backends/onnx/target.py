@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
 from edge_devices.machine.device_package import how_to_get
-from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, Tokens
+from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, Tokens, well_formed
 from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource
 from edge_runtime.backends.onnx.devices import PROCESSOR, Call, Graph, OrtDevice, SessionOptions, value_over, without_flash
 from edge_runtime.backends.onnx.kv_cache import FULL, MAX_ROWS, SLIDING, KeyValueCache, Rotations, StaticRows
@@ -41,14 +40,14 @@ _NO_TOKEN = -1
 
 
 @contextlib.contextmanager
-def _panics_as(kind: type[EdgeRuntimeError], what: str, advice: str) -> Iterator[None]:
+def _panics_as(kind: type[EdgeRuntimeError], what: str) -> Iterator[None]:
     """Turns errors of the library into `kind`, but not our own. A panic of its Rust code is a BaseException, not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):
         raise
     except BaseException as error:
-        raise kind(f"{what} ({first_line(error)}); {advice}") from error
+        raise kind(f"{what} ({first_line(error)}); copy the bundle again") from error
 
 
 class TokenizerVocabulary(TokenRange):
@@ -59,7 +58,7 @@ class TokenizerVocabulary(TokenRange):
             from tokenizers import Tokenizer
         except ImportError as error:
             raise BackendError(f"tokenizers is not installed ({error}); {how_to_get('onnx')}") from error
-        with _panics_as(BundleError, f"{path} is no tokenizer", "copy the bundle again"):
+        with _panics_as(BundleError, f"{path} is no tokenizer"):
             self._tokenizer: Any = Tokenizer.from_buffer(read_tokenizer(path))
             # A checkpoint's file may say both: prompts would be cut off, or filled up to any length.
             self._tokenizer.no_truncation()
@@ -92,14 +91,14 @@ class TokenizerVocabulary(TokenRange):
 
         `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
         """
-        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        clean = well_formed(text)
         known, pattern = (self._special, self._any_special) if parse_special else (self._marks, self._mark)
         parts = [part for part in pattern.split(clean) if part] if pattern else [clean]
         tokens = [token for part in parts for token in ([known[part]] if part in known else self._plain(part))]
         return [self.bos, *tokens] if add_bos and self.bos >= 0 else tokens
 
     def _plain(self, part: str) -> list[int]:
-        with _panics_as(BackendError, "the tokenizer failed", "copy the bundle again"):
+        with _panics_as(BackendError, "the tokenizer failed"):
             tokens: list[int] = self._tokenizer.encode(part, add_special_tokens=False).ids
         return tokens
 
@@ -325,7 +324,7 @@ class GraphTarget(CommittedText):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def require_open(self) -> None:
@@ -337,19 +336,19 @@ class GraphTarget(CommittedText):
 class OrtTarget(GraphTarget):
     """The target of graphs of dynamic shapes."""
 
-    def __init__(self, files: PairFiles, options: OrtOptions, session: SessionOptions, packed: PackedCache | None = None) -> None:
-        self.cache = KeyValueCache(files.layout, options.context)
+    def __init__(self, files: PairFiles, context: int, session: SessionOptions, packed: PackedCache | None = None) -> None:
+        self.cache = KeyValueCache(files.layout, context)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
         # Weights are packed while the tokenizer is read, which takes a good part of a second for 262,144 tokens.
         with without_flash(), ThreadPoolExecutor(1) as beside:
             opening = beside.submit(self._open_graphs, files, session, packed)
-            super().__init__(files, options.context, self.cache, chunk=chunk, longest_context=files.graphs.context)
+            super().__init__(files, context, self.cache, chunk=chunk, longest_context=files.graphs.context)
             self._graphs = opening.result()
         graph = self._graphs[0]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
         # A drafter is at the position behind the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
-        self.rotations = Rotations(files.graphs.rotations, options.context + 1, halved=halved)
+        self.rotations = Rotations(files.graphs.rotations, context + 1, halved=halved)
         self._skips_unread_rows = SKIPPED_ROWS in graph.inputs
         self._forwards: dict[tuple[int, int, bool], Forward] = {}
         self._heads: dict[int, Call] = {}

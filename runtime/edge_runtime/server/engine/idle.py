@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError
-from edge_runtime.server.engine.worker import Worker
+from edge_runtime.server.engine.worker import Worker, shutting_down
 from edge_runtime.server.errors import ApiError
 from edge_runtime.session.monitor import DecodeStats
 
@@ -92,7 +92,7 @@ class WorkerOnDemand:
     def _again(self) -> Worker:
         with self._changing:
             if self._stopped.is_set():
-                raise ApiError(503, "the server is shutting down; try again when it is back", code="shutting_down")
+                raise shutting_down()
             if self._worker is None:
                 begin = time.monotonic()
                 try:

@@ -32,7 +32,7 @@ def media_of(prompt: Prompt) -> list[SentMedia]:
     return [media for message in messages for media in message.get(MEDIA, ())]
 
 
-def is_short(prompt: Prompt, prediction: str = "") -> bool:
+def is_short(prompt: Prompt, prediction: str) -> bool:
     """Whether a prompt with a prediction is encoded so soon that others may wait for it."""
     if not isinstance(prompt, Conversation):
         return len(prompt) + len(prediction) <= _SHORT_CHARACTERS

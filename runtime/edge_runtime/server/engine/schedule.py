@@ -7,15 +7,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from edge_devices.machine.memory import available_memory_bytes
 from edge_runtime.interfaces import SavableTarget, Target
-from edge_runtime.server.engine.jobs import Job
+from edge_runtime.server.engine.jobs import ActiveRequest, Job
 from edge_runtime.server.errors import ApiError
 from edge_runtime.session.generation import reusable_prefix
-
-# What a client, which is a key, may take of a server that others use: places in the queue, turns in the threads that prepare requests.
 
 Result = TypeVar("Result")
 RETRY_SECONDS = 2
@@ -100,8 +98,6 @@ class FairPool:
             return oldest
 
 
-# Which request gets a session: whose turn it is, which session has most of its prompt, and who gives one up for another client.
-#
 # A request may be as long as the context, so a free session may not come for minutes. Where a client waits that has less than its share,
 # the request that has run longest of the client with most sessions is suspended: its rows are copied out, and it goes on later.
 
@@ -114,22 +110,6 @@ SHORTEST_TURN, LONGEST_TURN = 0.25, 1.0
 _MEMORY_SHARE = 0.25
 
 
-class Holder(Protocol):
-    """A request on a session: whose it is, since when (in seconds), and whether it waits for its reader."""
-
-    @property
-    def client(self) -> int: ...
-
-    @property
-    def since(self) -> float: ...
-
-    @property
-    def stalled(self) -> bool: ...
-
-
-Held = TypeVar("Held", bound=Holder)
-
-
 class Turns:
     """Whose turn it is, and how long a request has a session at least."""
 
@@ -138,9 +118,9 @@ class Turns:
         self._newest: dict[int, int] = {}
         self.seconds = SHORTEST_TURN
 
-    def next_of(self, waiting: Iterable[int], held: Sequence[Holder]) -> int:
+    def next_of(self, waiting: Iterable[int], held: Sequence[ActiveRequest]) -> int:
         """Returns that of the waiting clients with the fewest sessions; of equals the one whose turn was longest ago, or the first."""
-        counts = Counter(holder.client for holder in held)
+        counts = Counter(active.client for active in held)
         return min(waiting, key=lambda client: (counts[client], self._newest.get(client, 0)))
 
     def took(self, client: int) -> None:
@@ -151,20 +131,20 @@ class Turns:
         """Copying rows out and putting them back takes so long, in which no session goes on."""
         self.seconds = min(LONGEST_TURN, max(SHORTEST_TURN, SWAP_SHARE * self._sessions * seconds))
 
-    def gives_way(self, held: Sequence[Held], client: int, now: float) -> Held | None:
+    def gives_way(self, held: Sequence[ActiveRequest], client: int, now: float) -> ActiveRequest | None:
         """Returns which of the requests on sessions, of which none is free, is suspended for the next client; None for none.
 
         One that waits for its reader goes first, whosever it is. Another one goes for a client without a session, or with two less than
         the client that has most.
         """
-        over = [holder for holder in held if now - holder.since >= self.seconds]
-        if stalled := [holder for holder in over if holder.stalled]:
-            return min(stalled, key=lambda holder: holder.since)
-        counts = Counter(holder.client for holder in held)
+        over = [active for active in held if now - active.since >= self.seconds]
+        if stalled := [active for active in over if active.stalled]:
+            return min(stalled, key=lambda active: active.since)
+        counts = Counter(active.client for active in held)
         least = counts[client] + (2 if counts[client] else 1)
         owners = {owner for owner, count in counts.items() if owner != client and count >= least}
-        mature = [holder for holder in over if holder.client in owners]
-        return min(mature, key=lambda holder: (-counts[holder.client], holder.since), default=None)
+        mature = [active for active in over if active.client in owners]
+        return min(mature, key=lambda active: (-counts[active.client], active.since), default=None)
 
 
 def has_room(target: Target) -> bool:

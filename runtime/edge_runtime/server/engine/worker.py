@@ -183,7 +183,7 @@ class Worker:
     def _accept(self, client: int, requests: int = 1) -> None:
         """Counts requests in. Raises ApiError as `decode` does; the caller holds the lock."""
         if self._stopping:
-            raise _shutting_down()
+            raise shutting_down()
         self._places.take(client, requests)
 
     def _wake(self) -> None:
@@ -213,7 +213,7 @@ class Worker:
         ):  # in the order in which jobs pass them
             pool.shutdown()
         self._receive()
-        self._fail_all(_shutting_down())
+        self._fail_all(shutting_down())
 
     def _receive(self) -> None:
         """Takes submitted jobs from the queue; blocks if there is nothing else to do."""
@@ -323,7 +323,6 @@ class Worker:
         ]
 
     def _begin(self, slot: Slot, job: Job) -> None:
-        """Has a session begin a request."""
         self._waiting.remove(job)
         reuse, name = self._may_reuse(job), self._client_names[job.client]
         try:
@@ -374,7 +373,6 @@ class Worker:
         return True
 
     def _resume(self, active: ActiveRequest, slot: Slot) -> None:
-        """Has a session go on with a suspended request."""
         begin = time.monotonic()
         self._suspended.remove(active)
         active.slot, active.stalled = slot.number, False
@@ -416,7 +414,6 @@ class Worker:
         self._end(active)
 
     def _vacate(self, active: ActiveRequest) -> None:
-        """Takes a request from its session."""
         self._lockstep.remove(active.generation)
         del self._active[active.generation]
         self._clock += 1
@@ -452,5 +449,6 @@ class Worker:
             self._lockstep.clear()
 
 
-def _shutting_down() -> ApiError:
+def shutting_down() -> ApiError:
+    """Returns the error of requests that come, or are waiting, when the server ends."""
     return ApiError(503, "the server is shutting down; try again when it is back", code="shutting_down")

@@ -38,7 +38,7 @@ MEDIA_BODY = BodyLimit(16 << 20, MAX_VALUES)
 TEXT_BODY = BodyLimit(8 << 20, 1 << 19)
 
 
-async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: BodyLimit = MEDIA_BODY) -> bytearray:
+async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: BodyLimit) -> bytearray:
     """Returns the body; `announced` is its Content-Length. Raises ApiError if it is too large or arrives too slowly."""
     if announced is not None and announced.isdecimal() and int(announced[:20]) > limit.size:
         raise _too_large(limit)

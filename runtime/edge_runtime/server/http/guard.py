@@ -14,8 +14,6 @@ from typing import Any
 
 from edge_runtime.server.errors import ApiError, ErrorForm, form_for
 
-# The paths that clients write for the paths of this server.
-
 # Clients that are configured for llama-server, by host and port alone, leave the prefix out. Not /completions: there that is another API.
 _BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/messages(/count_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
 _PREFIX = "/v1"
@@ -35,10 +33,6 @@ def nearest(path: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(path[:200], known, n=1)
     return f"did you mean {near[0]}?" if near else "see GET /v1/models"
 
-
-# ASGI middleware that refuses other websites, other Host names, websockets and requests without the API key.
-#
-# Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -64,6 +58,8 @@ _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send o
 
 class Guard:
     """Passes allowed requests on to `app`, by the paths that it knows.
+
+    Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
 
     `hosts` None accepts any Host header; without `keys` none is required. `origins` are the websites (scheme://host:port) whose scripts may
     use the server; "*" is all of them, "localhost" those of this machine, at any port.
@@ -147,7 +143,7 @@ def host_name(host: str) -> str:
     return (parts["ipv6"] or parts["name"] or "") if parts else ""
 
 
-async def send_error(send: Send, error: ApiError, form: ErrorForm = ErrorForm.OPENAI) -> None:
+async def send_error(send: Send, error: ApiError, form: ErrorForm) -> None:
     """Sends an error as a complete response."""
     body = json.dumps(error.body(form)).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **error.headers}
@@ -182,8 +178,6 @@ def _adding(send: Send, headers: Mapping[str, str]) -> Send:
 def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
-
-# ASGI middleware around all others: a line for the operator about each request, and an id of it for its client.
 
 # Where the scope of a request has the list of what the line says of it beside method, path, status and time.
 REMARKS = "edge_mtp.remarks"

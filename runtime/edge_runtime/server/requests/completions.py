@@ -20,8 +20,6 @@ from edge_runtime.server.requests.fields import FOREIGN, SAMPLING_FIELDS, SEEDS,
 from edge_runtime.server.requests.messages import CONVERSATION_FIELDS, Conversation, read_conversation
 from edge_runtime.text.constraints import ConstraintSource, Gbnf, JsonSchema, ToolCalls
 
-# The tools of a request, and what it demands of the answer: JSON, text of a grammar, or a call by `tool_choice`.
-
 MAX_TOOLS = 128
 CONSTRAINT_FIELDS = frozenset({"grammar", "json_schema", "response_format"})
 Tools = tuple[Mapping[str, Any], ...]

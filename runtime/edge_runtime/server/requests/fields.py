@@ -11,8 +11,6 @@ from edge_runtime.decoding.sampling import BUNDLE_NAMES, PENALTY_WINDOW, Samplin
 from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.text.channels import StopStrings
 
-# Typed access to the fields of a JSON object; errors name the field.
-
 _NAMES = {bool: "true or false", int: "an integer", str: "a string", list: "a list", dict: "an object"}
 
 
@@ -211,8 +209,6 @@ OLLAMA_LOADING: dict[str, Sequence[Any] | None] = dict.fromkeys(
 )
 
 
-# How a request's tokens are drawn, and where its answer ends, by the names of OpenAI, llama-server and vLLM.
-#
 # Values that mean "none" to clients mean it here, as in llama-server, vLLM and Ollama: a limit of -1 or -2 tokens, seed -1, top_k -1 and
 # 0, empty stop strings, a penalty of 0 or over the last 0 tokens. top_p 0 leaves the likeliest token alone, as in llama-server and Ollama.
 

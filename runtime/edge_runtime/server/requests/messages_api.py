@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
+from edge_runtime.server.json_text import Json
 from edge_runtime.server.requests.completions import MAX_TOOLS, ApiRequest, left_out, read_chat
 from edge_runtime.server.requests.fields import FOREIGN, SAMPLING_FIELDS, Fields
 from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
@@ -37,7 +37,6 @@ _LONGEST_NAME = 64
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.\-]+=[^;\n]*(?:;|(?=\n)|\Z))*\s*")
 # What Anthropic's own tools leave in a conversation beside the answer that they led to.
 _HOSTED = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result|container_upload|compaction|fallback|redacted_thinking")
-Json = dict[str, Any]
 
 
 def read_message(body: Json) -> ApiRequest:
@@ -72,7 +71,6 @@ def _messages(fields: Fields) -> list[Json]:
 
 
 def _answer(message: Fields) -> Json:
-    """Returns an assistant message: its text, thoughts and calls."""
     if not isinstance(message.get("content"), list):
         return {"role": "assistant", "content": _text(message, "content")}
     texts, thoughts, calls = [], [], []

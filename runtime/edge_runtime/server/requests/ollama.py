@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import replace
-from typing import Any
 
 from edge_runtime.server.errors import invalid
+from edge_runtime.server.json_text import Json
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion
 from edge_runtime.server.requests.fields import FOREIGN, NO_END, OLLAMA_LOADING, SAMPLING_FIELDS, Fields
 from edge_runtime.server.requests.messages import MAX_CALLS, MAX_MEDIA, MAX_MESSAGES
@@ -15,7 +15,6 @@ _COMMON = {"format", "logprobs", "model", "options", "stream", "think", "top_log
 _OPTIONS = SAMPLING_FIELDS - {"ignore_eos", "logit_bias", "min_tokens", "repetition_penalty"}
 _CHAT = _COMMON | {"messages", "tools"}
 _GENERATE = _COMMON | {"context", "images", "prompt", "raw", "suffix", "system", "template"}
-Json = dict[str, Any]
 
 
 def read_ollama_chat(body: Json) -> ApiRequest | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from edge_runtime.server.errors import invalid
+from edge_runtime.server.json_text import Json
 from edge_runtime.server.requests.completions import IGNORED_FIELDS, MAX_TOOLS, ApiRequest, left_out, read_chat
 from edge_runtime.server.requests.fields import FOREIGN, SAMPLING_FIELDS, Fields, read_limit
 from edge_runtime.server.requests.messages import MAX_MESSAGES, MAX_PARTS
@@ -40,7 +41,6 @@ _TEXTS = {**dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"
 # What OpenAI's own tools leave in a conversation beside the answer that they led to.
 _HOSTED = {"code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools", "web_search_call"}
 _NAMESPACE = "namespace"
-Json = dict[str, Any]
 
 
 def read_response(body: Json) -> ApiRequest:

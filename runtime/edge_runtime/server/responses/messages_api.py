@@ -8,7 +8,8 @@ from typing import Any
 
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError, ErrorForm
-from edge_runtime.server.responses.response_format import ChoiceAnswer, Json, ResponseFormat, messages_usage, server_sent
+from edge_runtime.server.json_text import Json
+from edge_runtime.server.responses.response_format import ChoiceAnswer, ResponseFormat, messages_usage, server_sent
 from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import CallPiece, ToolCall, begun_arguments

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Json, Logprobs, ResponseFormat, encoded, figures
+from edge_runtime.server.json_text import Json
+from edge_runtime.server.responses.response_format import ChatLogprobs, ChoiceAnswer, Logprobs, ResponseFormat, encoded, figures
 from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import ToolCall

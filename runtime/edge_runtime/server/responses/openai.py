@@ -10,12 +10,12 @@ from typing import ClassVar
 
 from edge_runtime.server.engine.jobs import Finished, FinishReason, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
+from edge_runtime.server.json_text import Json
 from edge_runtime.server.requests.completions import ApiRequest
 from edge_runtime.server.responses.response_format import (
     ChatLogprobs,
     ChoiceAnswer,
     CompletionLogprobs,
-    Json,
     Logprobs,
     ResponseFormat,
     UsageCount,

@@ -15,12 +15,10 @@ from edge_devices.energy.intervals import Interval
 from edge_devices.energy.live import RunEnergy
 from edge_runtime.server.engine.jobs import Finished, Output, OutputLogprob
 from edge_runtime.server.errors import ApiError
+from edge_runtime.server.json_text import Json
 from edge_runtime.session.monitor import DecodeStats, Metric, Point
 from edge_runtime.text.channels import Event
 
-# The interface of a response's format, and what it is made of.
-
-Json = dict[str, Any]
 # JSON has no infinity; the API's own value for tokens that cannot occur.
 _LOWEST_LOGPROB = -9999.0
 _MARK = secrets.token_hex(16)
@@ -161,9 +159,6 @@ def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST_LOGPROB)
 
 
-# The `usage` object: tokens, drafts, times and energy of a request; and the energy of all, for Prometheus.
-
-
 class UsageCount:
     """The usage of a response while it is generated. `n` choices share a prompt, which counts once."""
 
@@ -259,7 +254,7 @@ def usage_line(stats: DecodeStats) -> str:
     return ", ".join(parts)
 
 
-def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
+def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None) -> Json:
     """Returns the `usage` object of /v1/responses."""
     counts = {
         "input_tokens": stats.prompt_tokens,

@@ -9,12 +9,11 @@ from typing import Any
 
 from edge_runtime.server.engine.jobs import Finished, Output
 from edge_runtime.server.errors import ApiError
-from edge_runtime.server.json_text import values_of
+from edge_runtime.server.json_text import Json, values_of
 from edge_runtime.server.requests.responses_api import namespaces
 from edge_runtime.server.responses.response_format import (
     ChatLogprobs,
     ChoiceAnswer,
-    Json,
     Logprobs,
     ResponseFormat,
     responses_usage,
@@ -167,7 +166,6 @@ class ResponsesFormat(ResponseFormat):
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs.to_json()}
 
     def _begin_call(self, name: str | None) -> list[bytes]:
-        """Opens the item of a call."""
         closed, self._text = self._close(), ""
         self._open = {
             "id": f"fc_{secrets.token_hex(12)}",

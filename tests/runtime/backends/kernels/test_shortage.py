@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels.ggml import failure_check
-from edge_runtime.backends.llama.context import LlamaOptions, decode_error
+from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.errors import BackendError
@@ -19,7 +19,6 @@ from edge_runtime.errors import BackendError
 if llama_library().row_kernels is None:
     pytest.skip("no row kernels here", allow_module_level=True)
 ATTENTION, F32, F16 = 74, 0, 1  # enum ggml_op, enum ggml_type
-ABORTED = 2  # include/llama.h, llama_decode
 
 
 class Tensor(ctypes.Structure):
@@ -130,7 +129,3 @@ def test_a_graph_ends_after_an_operation_that_failed(quantized_pair: Any) -> Non
         with pytest.raises(BackendError, match="code 2, an operation of the row kernels had no work memory"):
             target.verify([6])
         assert np.array_equal(target.verify([6]), expected)
-
-
-def test_the_sentence_names_the_reason() -> None:
-    assert "had no work memory" in str(decode_error(llama_library(), "target", ABORTED, 3))

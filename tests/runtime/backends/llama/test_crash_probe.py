@@ -115,6 +115,12 @@ def test_a_sentence_of_the_child_is_passed_on(machine: Machine) -> None:
     assert not machine.cache.exists()
 
 
+def test_another_build_is_tried_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.ask(ALIVE)
+    monkeypatch.setattr(probe, "system_info", lambda: "AMX_INT8 = 1")
+    assert not machine.ask(DIES_WITH_REPACKING).use_extra_bufts
+
+
 def test_answers_are_kept_side_by_side(machine: Machine) -> None:
     machine.ask(ALIVE)
     machine.hold(Q5_K, Q8_0)
@@ -139,14 +145,6 @@ def test_headers_of_known_files_are_not_read_again(machine: Machine) -> None:
     assert machine.ask(DIES, hashes=("1", "2")).use_extra_bufts
     with pytest.raises(BackendError, match="is not a file"):
         machine.ask(DIES)
-
-
-def test_the_key_follows_the_build_and_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = probe.machine_key(["Q4_0"])
-    assert key == probe.machine_key(["Q4_0"])
-    assert key != probe.machine_key(["Q8_0"])
-    monkeypatch.setattr(probe, "system_info", lambda: "AMX_INT8 = 1")
-    assert key != probe.machine_key(["Q4_0"])
 
 
 def test_the_child_decodes_the_pair_itself(machine: Machine, reference_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,16 +33,15 @@ PROMPTS = [
 LONG = 900
 
 
-@pytest.fixture(scope="module", params=["q4_0", "q8_0"])
-def bundle(request: pytest.FixtureRequest) -> Path:
+def bundle_of(quantization: str) -> Path:
     pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    return shipped_bundle(target_quantization=request.param)
+    return shipped_bundle(target_quantization=quantization)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
-def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(bundle: Path, kv_type: KvType) -> None:
+@pytest.mark.parametrize(("quantization", "kv_type"), [("q4_0", "f16"), ("q4_0", "q4_0"), ("q8_0", "q8_0")])
+def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(quantization: str, kv_type: KvType) -> None:
     random = np.random.default_rng(4)
-    path = next(bundle.glob("target-*.gguf"))
+    path = next(bundle_of(quantization).glob("target-*.gguf"))
     texts = random.integers(50, 4000, (3, LONG)).tolist()
     with LlamaTarget(path, LlamaOptions(context=1024, threads=2, draft=False, sequences=3, kv_type=kv_type)) as target:
         sequences = target.shared.sequences
@@ -68,8 +67,9 @@ def test_rows_of_interleaved_sequences_have_the_bits_of_each_alone(bundle: Path,
             assert np.array_equal(target.verify(tokens[-1:])[0], result), pieces
 
 
-@pytest.mark.parametrize("draft_length", [0, 4, None])
-def test_four_clients_get_the_answers_of_each_request_alone(bundle: Path, probe_memory: Path, draft_length: int | None) -> None:
+@pytest.mark.parametrize(("quantization", "draft_length"), [("q4_0", 0), ("q4_0", 4), ("q4_0", None), ("q8_0", 4)])
+def test_four_clients_get_the_answers_of_each_request_alone(quantization: str, draft_length: int | None) -> None:
+    bundle = bundle_of(quantization)
     drawn = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, seed=1)]
 
     def started(session: Session, number: int) -> Generation:

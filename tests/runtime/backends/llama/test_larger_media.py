@@ -24,7 +24,7 @@ from edge_runtime.media.encoder_inputs import Image, Sound
 from edge_runtime.session.generation import reusable_prefix
 from edge_runtime.session.open import open_session, open_sessions
 from edge_runtime.session.session import Session
-from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows
+from tiny_media import MEDIA_IDS, kept_media_pair, noise, picture, reference_rows
 
 LARGER = ["12b", "26b-a4b", "31b"]
 TEXT = [2, 40, 41, 42, 300, 310, 320]
@@ -33,10 +33,9 @@ IMAGES = {"inside a window": picture(96, 144, 1), "longer than a window": pictur
 
 
 @pytest.fixture(scope="module", params=LARGER)
-def folders(request, tmp_path_factory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("larger")
-    bundle = export_media_pair(root, member=request.param, context=1024)
-    return {"member": request.param, "target": root / "target", "drafter": root / "drafter", "bundle": bundle}
+def folders(request) -> dict[str, Any]:
+    root = kept_media_pair(member=request.param, context=1024)
+    return {"member": request.param, "target": root / "target", "drafter": root / "drafter", "bundle": root / "bundle"}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.encoder_inputs import Image, Sound
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from tiny_media import MEDIA_IDS, export_media_pair, noise, picture, reference_rows
+from tiny_media import MEDIA_IDS, kept_media_pair, noise, picture, reference_rows
 
 # Of the rows' norm, by what ggml rounds to float16: the input of convolutions, K and V of images, its table of GELU. Without clip.use_gelu
 # the distance is larger.
@@ -35,9 +35,9 @@ MEDIA = [*IMAGES, noise(16_000), noise(7_777), noise(161), noise(480_000), *QUIE
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("media")
-    return {"bundle": export_media_pair(root), "target": root / "target"}
+def folders() -> dict[str, Path]:
+    root = kept_media_pair()
+    return {"bundle": root / "bundle", "target": root / "target"}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,6 @@ def test_rows_equal_transformers(media, session, model):
     ours, expected = rows_of(session, media), reference_rows(model, media)
     assert ours.shape == expected.shape == (media.rows, 64)
     assert np.linalg.norm(ours - expected) / np.linalg.norm(expected) < ROWS[type(media)]
-    session.free_encoder()
 
 
 def test_a_build_that_takes_sound_otherwise_is_refused(session, monkeypatch):
@@ -187,15 +186,15 @@ def test_the_command_answers_about_an_image(folders, tmp_path, probe_memory):
 
     pillow = pytest.importorskip("PIL.Image")
     texts = []
-    for seed in (1, 2):
+    for seed, more in ((1, ["--verify-lossless"]), (2, [])):
         pillow.fromarray(picture(96, 96, seed).rgb).save(tmp_path / "photo.png")
         options = "--image-rows 70 --max-tokens 12 --json"
         arguments = ["generate", str(folders["bundle"]), "--image", str(tmp_path / "photo.png"), *options.split()]
-        done = CliRunner().invoke(main, [*arguments, "--drafter", "dense", "--verify-lossless", "what is this"])
+        done = CliRunner().invoke(main, [*arguments, "--drafter", "dense", *more, "what is this"])
         assert done.exit_code == 0, done.output
         record = json.loads(done.stdout.splitlines()[-1])
         assert record["stats"]["prompt_tokens"] > 64
-        assert record["lossless"]["equal"]
+        assert not more or record["lossless"]["equal"]
         texts.append(record["text"])
     assert texts[0] != texts[1]
 

@@ -16,12 +16,12 @@ from kept import shipped_bundle
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.llama.context import Batch, LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget, Rows
 from edge_runtime.bundle.gguf_types import KvType
 from edge_runtime.interfaces import KvRows
+from row_calls import unread_rows
 
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 CHUNK = 64
@@ -31,7 +31,7 @@ PRODUCTS = 7 * 4 + 2
 
 
 def options(**changes: Any) -> LlamaOptions:
-    return LlamaOptions(**{"context": 1024, "threads": 2, "batch": CHUNK, "max_draft_length": 12, **changes})
+    return LlamaOptions(**{"context": 1024, "threads": 1, "batch": CHUNK, "max_draft_length": 12, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def tokens_of(target: LlamaTarget, count: int, seed: int = 0) -> list[int]:
 @contextmanager
 def left_out() -> Iterator[list[int]]:
     """Collects by how much the rows of products that were not computed grew."""
-    before, grown = ggml.unread_rows(), []
+    before, grown = unread_rows(), []
     yield grown
-    grown.append(ggml.unread_rows() - before)
+    grown.append(unread_rows() - before)
 
 
 def assert_same_rows(rows: KvRows, expected: KvRows) -> None:
@@ -66,13 +66,12 @@ def append_all(sequence: LlamaSequence, tokens: Sequence[int]) -> None:
     assert grown == [0]
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q4_0"])
-@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(("kv_type", "draft"), [("f16", False), ("f16", True), ("q8_0", False), ("q4_0", True)])
 def test_prompts_of_every_length_leave_what_all_rows_leave(path: Path, kv_type: KvType, *, draft: bool) -> None:
     """Beyond the sliding window, whose cells are written anew."""
     with LlamaTarget(path, options(kv_type=kv_type, draft=draft)) as target:
-        text = tokens_of(target, 900)
-        for count in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 700):
+        text = tokens_of(target, 405)
+        for count in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 400):
             after = text[count : count + 5]
             target.rollback(0)
             append_all(target, text[:count])
@@ -89,24 +88,18 @@ def test_prompts_of_every_length_leave_what_all_rows_leave(path: Path, kv_type: 
             assert np.array_equal(target.verify(after), logits), count
 
 
-def test_the_count_of_rows_left_out_is_exact(path: Path) -> None:
-    with LlamaTarget(path, options()) as target, left_out() as grown:
-        target.prefill(tokens_of(target, 150))
-    assert grown == [149 * PRODUCTS]
-
-
 @pytest.mark.parametrize(
-    ("quantization", "seed"), [("q4_0", 0), ("q4_0", 1), ("q4_0", 2), ("q4_0", 3), ("q4_0", 4), ("q4_0", 5), ("bf16", 0), ("bf16", 3)]
+    ("quantization", "seed"), [("q4_0", 0), ("q4_0", 1), ("q4_0", 2), ("q4_0", 3), ("q4_0", 4), ("bf16", 0), ("bf16", 3)]
 )
-def test_random_members_leave_what_all_rows_leave(seed: int, quantization: str, tmp_path: Path) -> None:
+def test_random_members_leave_what_all_rows_leave(seed: int, quantization: str) -> None:
     """Shapes of E2B, E4B, 12B, 26B-A4B and 31B; those that share no K/V have unread rows in the last layer alone.
 
     Weights of float16 would lie in a buffer of llama.cpp's own kernels on a processor with AMX.
     """
     pytest.importorskip("torch", reason="needs edge-mtp[verify]")
-    from random_pairs import random_bundle
+    from random_pairs import kept_bundle
 
-    _, bundle = random_bundle(seed, tmp_path, target_quantization=quantization)
+    _, bundle = kept_bundle(seed, target_quantization=quantization)
     with LlamaTarget(next(bundle.glob("target-*.gguf")), options()) as target:
         text = tokens_of(target, 400)
         append_all(target, text[:300])

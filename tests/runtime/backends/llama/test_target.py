@@ -61,18 +61,6 @@ def assert_same_logits(item: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) 
     assert clear.any()
 
 
-def test_the_drafter_reads_the_target_s_memory(target: LlamaTarget, drafter: LlamaDrafter) -> None:
-    library = loader.llama_library()
-    assert library.staging.llama_get_ctx_other(drafter._pointer) == target.shared._pointer
-    own_view = library.api.llama_get_memory(drafter._pointer)
-    for length in (40, 7):
-        target.rollback(0)
-        target.prefill(random_tokens(7, length))
-        assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
-        drafter.draft(500, 4)
-        assert library.api.llama_memory_seq_pos_max(own_view, 0) == length - 1
-
-
 def test_a_failed_decode_leaves_the_cache_as_it_was(target: LlamaTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = random_tokens(12, 200)
     target.prefill(tokens[:20])
@@ -98,9 +86,7 @@ def test_a_failed_draft_step_is_an_error(target: LlamaTarget, drafter: LlamaDraf
     target.prefill(random_tokens(13, 10))
     with monkeypatch.context() as patch:
         patch.setattr(target.shared._api, "llama_decode", lambda *_: 2)
-        with pytest.raises(
-            BackendError, match=r"failed on 1 tokens of the drafter with code 2, an operation of the row kernels had no work memory"
-        ):
+        with pytest.raises(BackendError, match="failed on 1 tokens of the drafter with code 2"):
             drafter.draft(5, 1)
 
 

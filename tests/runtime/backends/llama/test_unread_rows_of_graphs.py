@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.llama.loader import declare, llama_library
 from ggml_graph import GgmlContext
+from row_calls import unread_rows
 
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
 HEADS, DIM, CELLS = 4, 8, 16
@@ -230,13 +230,13 @@ def results_of(seed: int, logits: bytes, *, joined: bool = True) -> tuple[Graph,
 @pytest.mark.parametrize("part", range(5))
 def test_results_of_random_graphs_have_the_bits_of_all_rows_and_of_each_product_alone(part: int) -> None:
     left_out = 0
-    for seed in range(part * 60, part * 60 + 60):
-        before = ggml.unread_rows()
+    for seed in range(part * 40, part * 40 + 40):
+        before = unread_rows()
         _, expected = results_of(seed, b"another name", joined=False)
-        assert ggml.unread_rows() == before
+        assert unread_rows() == before
         _, actual = results_of(seed, LOGITS)
-        left_out += ggml.unread_rows() - before
+        left_out += unread_rows() - before
         for item, other in zip(expected, actual, strict=True):
             assert not np.isnan(item).any(), seed
             assert np.array_equal(item, other), seed
-    assert left_out > 500
+    assert left_out > 300

@@ -1,4 +1,4 @@
-"""Reading, converting and writing weights, on checkpoints made by hand: no torch needed."""
+"""Weights and tokenizers of checkpoints made by hand become a GGUF file: no torch needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("gguf")
 from edge_export.checkpoint import safetensors as safetensors_file
 from edge_export.checkpoint.architecture import needed_shapes, parse_architecture
 from edge_export.checkpoint.checkpoint import open_checkpoint
-from edge_export.checkpoint.safetensors import StoredTensor, read_rows, read_stored, read_values
+from edge_export.checkpoint.safetensors import PIECE_VALUES, StoredTensor, read_rows, read_stored, read_values
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import read_card
 from edge_export.gguf.writer import write_gguf
@@ -71,16 +71,18 @@ def test_golden_file(tmp_path: Path) -> None:
     assert hashlib.sha256((tmp_path / "golden.gguf").read_bytes()).hexdigest() == GOLDEN
 
 
-def test_pieces_are_whole_rows_and_join_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_file, "PIECE_VALUES", 7)
-    halves = (np.arange(33, dtype=np.float16) / 3).reshape(11, 3)
+def test_pieces_are_whole_rows_and_join_up(tmp_path: Path) -> None:
+    columns = PIECE_VALUES // 2
+    halves = np.resize(np.arange(2048, dtype=np.float16), (5, columns)) / 3
     pieces = list(read_rows(stored(tmp_path / "w", halves, "F16")))
-    assert [piece.shape for piece in pieces] == [(2, 3)] * 5 + [(1, 3)]
+    assert [piece.shape for piece in pieces] == [(2, columns), (2, columns), (1, columns)]
     assert np.array_equal(np.concatenate(pieces), halves.astype(np.float32))
-    wide = stored(tmp_path / "wide", np.arange(20, dtype=np.int64).reshape(2, 10), "I64")
-    assert [piece.tolist() for piece in read_stored(wide)] == [[[*range(10)]], [[*range(10, 20)]]]
-    vector = stored(tmp_path / "vector", np.arange(9, dtype=np.float32), "F32")
-    assert [len(piece) for piece in read_rows(vector)] == [7, 2]
+    longer = np.arange(2 * (PIECE_VALUES + 1), dtype=np.int64).reshape(2, -1)
+    pieces = list(read_stored(stored(tmp_path / "w", longer, "I64")))
+    assert [piece.shape for piece in pieces] == [(1, PIECE_VALUES + 1)] * 2
+    assert np.array_equal(np.concatenate(pieces), longer)
+    vector = stored(tmp_path / "vector", np.arange(PIECE_VALUES + 2, dtype=np.float32), "F32")
+    assert [len(piece) for piece in read_rows(vector)] == [PIECE_VALUES, 2]
     for shape in ((0, 3), (3, 0), ()):
         values = np.ones(shape, np.float32)
         assert np.array_equal(read_values(stored(tmp_path / "few", values, "F32")), values)
