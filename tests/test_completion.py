@@ -36,13 +36,10 @@ def completions(name: str, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_command_writes_its_completion(name, shell):
-    if shell == "bash" and shutil.which("bash") is None:
-        pytest.skip("click asks bash for its version, and there is no bash")
-    result = CliRunner().invoke(COMMANDS[name], [], prog_name=name, env={variable(name): f"{shell}_source"})
+def test_every_command_writes_its_completion(name):
+    result = CliRunner().invoke(COMMANDS[name], [], prog_name=name, env={variable(name): "zsh_source"})
     assert result.exit_code == 0
-    assert f"{variable(name)}={shell}_complete" in result.stdout
+    assert f"{variable(name)}=zsh_complete" in result.stdout
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

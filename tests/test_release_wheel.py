@@ -83,13 +83,14 @@ def test_this_machine_takes_its_own_library_alone(wheel: Path) -> None:
     assert (tuple(variants), loaded) == (usable_variants(), [NAME])
 
 
-@pytest.mark.parametrize(("system", "machine"), TARGETS)
-def test_each_system_asks_for_its_own_library(system: str, machine: str, wheel: Path) -> None:
+def test_each_system_asks_for_its_own_library(wheel: Path) -> None:
     code = (
-        f"import platform; platform.system = lambda: {system!r}; platform.machine = lambda: {machine!r};"
-        "from edge_runtime.backends.kernels import loader; print(loader.NAME)"
+        "import importlib, platform; from edge_runtime.backends.kernels import loader\n"
+        f"for system, machine in {list(TARGETS)}:\n"
+        "    platform.system, platform.machine = lambda: system, lambda: machine\n"
+        "    print(importlib.reload(loader).NAME)"
     )
-    assert run(wheel, code).stdout.strip() == library_name(TARGETS[system, machine])
+    assert run(wheel, code).stdout.split() == [library_name(target) for target in TARGETS.values()]
 
 
 def test_a_package_is_made_of_the_wheel_without_a_compiler(wheel: Path, tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from bench_records import ONE_OF_EACH
 from edge_devices import SWITCHES
-from network_watch import Watcher
+from network_watch import Watched, Watcher
 
 PACKAGES = ("edge_devices", "edge_runtime", "edge_export")
 # onnxruntime's uploader sends its first events after about nine seconds.
@@ -23,6 +24,14 @@ RUNTIME = "from edge_runtime.backends.onnx.devices import onnxruntime_module; on
 @pytest.fixture(scope="module")
 def watcher(tmp_path_factory: pytest.TempPathFactory) -> Watcher:
     return Watcher(tmp_path_factory.mktemp("watch"))
+
+
+@pytest.fixture(scope="module")
+def waiting(watcher: Watcher) -> Iterator[list[Future[Watched]]]:
+    """onnxruntime alone and through us, each for as long as its uploader takes; the commands run meanwhile."""
+    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
+    with ThreadPoolExecutor(2) as both:
+        yield [both.submit(watcher.run, "-c", f"{start}; import time; time.sleep({WAIT_S})") for start in ("import onnxruntime", RUNTIME)]
 
 
 @pytest.mark.parametrize(("package", "before"), [*((package, "0") for package in PACKAGES), (PACKAGES[0], None), (PACKAGES[0], "")])
@@ -66,12 +75,8 @@ def test_a_report_leaves_its_fonts_in_our_cache(watcher):
 
 
 @pytest.mark.slow
-def test_onnxruntime_calls_home_by_itself_and_not_through_us(watcher):
-    pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
-    with ThreadPoolExecutor(2) as both:  # each waits
-        alone, ours = both.map(
-            lambda start: watcher.run("-c", f"{start}; import time; time.sleep({WAIT_S})"), ["import onnxruntime", RUNTIME]
-        )
+def test_onnxruntime_calls_home_by_itself_and_not_through_us(waiting):
+    alone, ours = (each.result() for each in waiting)
     if not alone.files:
         pytest.skip("this build of onnxruntime has no telemetry")
     assert any("microsoft.com" in line for line in alone.network)
@@ -79,14 +84,13 @@ def test_onnxruntime_calls_home_by_itself_and_not_through_us(watcher):
 
 
 @pytest.mark.slow
-def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watcher, tmp_path):
+def test_the_commands_leave_files_in_our_cache_only_and_connect_to_nobody(watcher, waiting, tmp_path):
     """An export of both kinds with parity, a text, a benchmark with a report, the doctor, and device profiles."""
     for library in ("llama_cpp", "onnxruntime", "onnx", "gguf", "torch", "matplotlib"):
         pytest.importorskip(library, reason="needs edge-mtp[llama,onnx,export,verify,report]")
     bundle, page = str(tmp_path / "bundle"), str(tmp_path / "page.html")
     commands = [
         ["edge_export", "reference", "--output", bundle, "--format", "both", "--context", "512"],
-        ["edge_run", bundle, "--backend", "onnx", "--max-tokens", "16", "def f():"],
         ["edge_run", bundle, "--backend", "llama", "--max-tokens", "16", "def f():"],
         ["edge_bench", "run", bundle, "--backend", "onnx", *ONE_OF_EACH, "--drafters", "split", "--max-tokens", "16", "--html", page],
         ["edge_run", "doctor"],

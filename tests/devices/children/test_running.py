@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,7 @@ def test_a_command_that_does_not_start_is_named() -> None:
     [
         ("while True: pass", "died of SIGKILL"),
         ("bytearray(1 << 30)", "ended with exit code 1"),
-        ("open('file', 'w').write('x')", "died of SIGXFSZ"),
+        ("open(__file__ + '.new', 'w').write('x')", "died of SIGXFSZ"),
     ],
 )
 @needs_linux
@@ -93,10 +92,10 @@ def test_children_of_a_limited_child_end_with_it(tmp_path: Path) -> None:
 
 
 def test_calls_share_a_budget_of_processor_time() -> None:
-    budget = ChildBudget(0.5)
-    code = "import time\nwhile time.process_time() < 0.3: pass"
+    budget = ChildBudget(1.0)
+    code = "import time\nwhile time.process_time() < 0.6: pass"
     assert run_child(python(code), budget=budget).end is None
-    assert 0 < budget.cpu_seconds_left < 0.2
+    assert 0 < budget.cpu_seconds_left < 0.4
     run_child(python(code), budget=budget)
     assert budget.cpu_seconds_left == 0
     last = run_child(python(code), budget=budget)
@@ -107,9 +106,7 @@ def test_calls_share_a_budget_of_processor_time() -> None:
 def test_cancelling_ends_the_child_that_runs_and_starts_no_other() -> None:
     budget = ChildBudget()
     threading.Timer(0.3, budget.cancel).start()
-    begin = time.monotonic()
-    assert run_child(python("import time; time.sleep(60)"), budget=budget).end == "was cancelled"
-    assert time.monotonic() - begin < 30
+    assert run_child(python("import time; time.sleep(600)"), budget=budget).end == "was cancelled"
     assert run_child(python("pass"), budget=budget).cancelled
 
 

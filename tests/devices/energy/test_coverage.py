@@ -8,44 +8,35 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from check_energy_coverage import METERS, Coverage, coverage, phased_coverage, phased_table, table
+from check_energy_coverage import METERS, coverage, phased_coverage, phased_table
 from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.report import make_report
 from edge_devices.energy.windows import measure_window
 from simulated_meter import GAUGE, draw, simulate
 
-
-def check(meter: str, runs: int, minimum: float, maximum: float) -> None:
-    """Runs that many scenarios and holds them against the bounds."""
-    row = coverage(meter, runs)
-    print(row)
-    assert row.counted > 0.7 * runs  # 20 % of the windows drawn are too short on purpose
-    assert row.median_error < 0.02
-    assert abs(row.mean_error) < 0.002
-    assert minimum <= row.covered <= maximum
-    assert row.net_covered >= minimum
+RUNS = 250  # intervals that hold the truth in 88 % of runs are found with a probability of 97 %, in 90 % with one of 85 %
 
 
 @pytest.mark.parametrize("meter", METERS)
-def test_coverage_of_a_thousand_runs(meter):
-    check(meter, 1000, 0.93, 0.97)
+def test_intervals_hold_the_truth_in_95_of_100_runs(meter):
+    row = coverage(meter, RUNS)
+    print(row)
+    assert row.counted > 0.7 * RUNS  # 20 % of the windows drawn are too short on purpose
+    assert row.median_error < 0.02
+    assert abs(row.mean_error) < 0.003
+    assert 0.92 <= row.covered <= 0.98
+    assert row.net_covered >= 0.92
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("meter", METERS)
-def test_coverage_with_phases(meter):
-    """Of 400 runs: intervals that hold the truth in 89 % of runs are found with a probability of 97 %, in 90 % with one of 90 %."""
-    row = phased_coverage(meter, 400)
+def test_so_do_those_of_phases(meter):
+    row = phased_coverage(meter, RUNS)
     print(*phased_table([row]), sep="\n")
     assert row.median_error < 0.01
     assert abs(row.mean_error) < 0.003
     for held in (row.covered, *row.phases.values()):
         assert 0.92 <= held <= 0.98
-
-
-def test_the_table_has_a_row_per_meter():
-    row = Coverage(meter="counter", runs=10, counted=8, refused=2, median_error=0.004, mean_error=-0.001, covered=0.95, net_covered=0.9)
-    assert list(table([row]))[2] == "| counter | 8 | 2 | 0.40% | -0.10% | 95.0% | 90.0% |"
 
 
 @pytest.mark.parametrize("meter", METERS)

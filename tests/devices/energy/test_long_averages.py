@@ -19,6 +19,7 @@ from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from simulated_session import IDLE_WATTS, SimulatedMachine
 
 LOAD_WATTS, TOKENS = 9.0, 50
+SESSIONS, HELD = 15, 12  # intervals of 95 % hold the truth in fewer sessions with a probability of 0.5 %
 
 
 class Gauge(SimulatedMachine):
@@ -121,7 +122,7 @@ def report_of(gauge: Gauge, seed: int, repeats: int = 6):
 def test_long_averages_are_measured_right(name):
     make, every_s, lag_s = GAUGES[name]
     truth, errors, net_errors, held, idles = LOAD_WATTS * 2.5 / TOKENS, [], [], [], []
-    for seed in range(25):
+    for seed in range(SESSIONS):
         report = report_of(Gauge(make(), every_s=every_s, stated_lag_s=lag_s, seed=seed), seed)
         (variant,) = report.variants
         figure = variant.joules_per_output_token
@@ -132,7 +133,7 @@ def test_long_averages_are_measured_right(name):
     print(f"{name}: {fmean(errors):+.2%}, above idle {fmean(net_errors):+.2%}, {fmean(held):.0%}, idle {fmean(idles):.3f} W")
     assert abs(fmean(errors)) < 0.004
     assert abs(fmean(net_errors)) < 0.006
-    assert sum(held) >= 21  # of 25; fewer have a chance of 1 % at 95 %
+    assert sum(held) >= HELD
 
 
 def test_a_gauge_that_averages_over_minutes_is_refused():
@@ -174,12 +175,12 @@ def watched(gauge: Gauge, seconds: float, seed: int, idle_s: float = 90.0):
 def test_a_watch_of_a_gauge_that_lags_more_than_stated_has_wider_intervals(name, seconds):
     make, every_s, lag_s = GAUGES[name]
     held = []
-    for seed in range(25):
+    for seed in range(SESSIONS):
         energy, truth, _ = watched(Gauge(make(), every_s=every_s, stated_lag_s=lag_s, seed=seed), seconds, seed)
         figure = energy.joules_per_token
         held.append(figure is None or figure.low <= truth <= figure.high)
     print(f"{name}, {seconds:.0f} s: {fmean(held):.0%}, last {figure}")
-    assert sum(held) >= 21
+    assert sum(held) >= HELD
 
 
 def test_a_gauge_that_is_slower_than_stated_is_held_to_its_own_rate():

@@ -25,6 +25,7 @@ from edge_devices.machine.load import MachineLoad
 from edge_devices.machine.state import DeviceState
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Scope
+from polling import wait
 from simulated_session import IDLE_WATTS, PLAN, SimulatedMachine, run_protocol
 
 
@@ -43,11 +44,6 @@ def test_figures_of_a_counter(log):
         make_report(log, baseline="lookup")
     assert log.environment["processors"] >= 1
     assert report.idle.watts == pytest.approx(IDLE_WATTS, rel=1e-3)
-
-
-def test_repeats_alternate(log):
-    assert [r.variant for r in log.runs[:4]] == ["plain", "drafted", "drafted", "plain"]
-    assert [r.repeat for r in log.runs[:4]] == [0, 0, 1, 1]
 
 
 def changed(log: RunLog, **fields) -> RunLog:
@@ -231,11 +227,11 @@ def test_recorder_runs_beside_the_work_and_keeps_faults():
                 raise MeterError("gone")
             return SimulatedMachine().read()
 
-    recorder = Recorder(System(), Flaky(), interval_s=0.005)
+    meter = Flaky()
+    recorder = Recorder(System(), meter, interval_s=0.005)
     with recorder, busy_load():
-        System().sleep(0.1)
+        assert wait(lambda: meter.reads > 4)
     assert [reason for _, reason in recorder.faults] == ["gone"]
-    assert len(recorder.trace.times) >= 3
     assert recorder.reads == len(recorder.trace.times) + 1
 
 

@@ -89,9 +89,7 @@ def test_a_server_that_slept_between_requests_measures_the_next_one(asleep):
         for _ in range(2):
             asleep[0] += 3600.0
             share = watch.begin()
-            until = time.perf_counter() + 5
-            while machine.now < share.start_s + 0.01 and time.perf_counter() < until:
-                time.sleep(0.01)
+            machine.sleep(30.0)
             assert "slept" not in watch.end(share, 10).reason
     finally:
         watch.close()

@@ -161,9 +161,12 @@ def test_windows_other_units_and_sizes_are_refused():
 
 
 def test_every_energy_meter_that_windows_lists_is_opened():
+    asked: list[int] = []
+
     class Library:
         def __init__(self, name: str) -> None:
             self.CreateFileW = lambda path, *_: {"first": 7, "denied": (1 << 64) - 1}[path]  # a handle, or INVALID_HANDLE_VALUE
+            self.DeviceIoControl = lambda handle, *_: asked.append(handle.value) or 1
 
         def CM_Get_Device_Interface_List_SizeW(self, size, *_):
             size._obj.value = len("first\0denied\0\0")
@@ -176,7 +179,8 @@ def test_every_energy_meter_that_windows_lists_is_opened():
 
     assert windows_emi.open_ports() == []
     (port,) = windows_emi.open_ports(Library)
-    assert port._handle.value == 7
+    assert port.control(windows_emi.GET_VERSION, 2) == b""
+    assert asked == [7]
 
 
 class FakeNvml:

@@ -18,7 +18,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters import search
 from edge_devices.meters.android.phone_battery import parse_dumpsys
 from edge_devices.meters.android.power_rails import parse_rails
-from edge_devices.meters.base import Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from edge_devices.remote.snapshot import RecordedSystem, Recording
 from recordings import FIXTURES, read_recording, recorded
@@ -109,7 +109,7 @@ def test_what_else_is_known_of_recorded_meters() -> None:
 )
 def test_a_rapl_register_that_is_reset_or_leaps_is_refused_and_goes_on(before, after, counted):
     """A second between readings: 5.6 J are a wrap at 65.5 kJ; 25 kJ are a driver that was loaded again, 60 kJ a night asleep."""
-    recording = vars(recorded("rapl-amd"))["_recording"]
+    recording = read_recording(FIXTURES / "rapl-amd.json")
     files, now = recording.files, iter(range(1000))
     place = "sys/class/powercap/intel-rapl:0/energy_uj"
     meter = choose_meter(find_meters(RecordedSystem(recording, clock=lambda: float(next(now)))), "rapl:package")
@@ -130,15 +130,14 @@ def test_a_rapl_register_that_is_reset_or_leaps_is_refused_and_goes_on(before, a
 
 
 def test_psys_below_its_package_is_refused():
-    system = recorded("rapl-laptop")
-    files = vars(system)["_recording"].files
+    recording = read_recording(FIXTURES / "rapl-laptop.json")
+    files = recording.files
 
     def later(_: float) -> None:
         files["sys/class/powercap/intel-rapl:0/energy_uj"] = str(52649883221 + 500_000)
         files["sys/class/powercap/intel-rapl:1/energy_uj"] = str(99649883221 + 1000)
 
-    system = RecordedSystem(vars(system)["_recording"], clock=lambda: 1.0, sleep=later)
-    actual = {f.name: f for f in find_meters(system)}
+    actual = {f.name: f for f in find_meters(RecordedSystem(recording, clock=lambda: 1.0, sleep=later))}
     assert actual["rapl:platform"].state is MeterState.PRESENT
     assert "not wired" in actual["rapl:platform"].reason
     assert actual["rapl:package"].state is MeterState.USABLE
@@ -170,10 +169,16 @@ def test_a_battery_that_does_not_discharge_is_refused(status):
     assert status in actual.reason
 
 
+def played(name: str) -> tuple[Recording, list[Finding]]:
+    """A recording that may change, and what is found on its machine."""
+    recording = read_recording(FIXTURES / f"{name}.json")
+    return recording, find_meters(RecordedSystem(recording, clock=lambda: 1.0, sleep=lambda _: None))
+
+
 def test_a_battery_plugged_in_while_measuring_stops_the_meter():
-    system = recorded("battery-legion-go")
-    meter = choose_meter(find_meters(system), "battery")
-    vars(system)["_recording"].files["sys/class/power_supply/ACAD/uevent"] = "POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1"
+    recording, found = played("battery-legion-go")
+    meter = choose_meter(found, "battery")
+    recording.files["sys/class/power_supply/ACAD/uevent"] = "POWER_SUPPLY_TYPE=Mains\nPOWER_SUPPLY_ONLINE=1"
     with pytest.raises(MeterError, match="unplug the charger"):
         meter.read()
 
@@ -195,11 +200,11 @@ def test_android_sysfs_gauge():
 
 
 def test_android_false_zeros_are_dropped():
-    system = recorded("android-oplus")
-    meter = choose_meter(find_meters(system), "android:battery")
-    vars(system)["_recording"].commands["cmd battery get -f current_now"] = (0, "0\n")
+    recording, found = played("android-oplus")
+    meter = choose_meter(found, "android:battery")
+    recording.commands["cmd battery get -f current_now"] = (0, "0\n")
     assert meter.read() is None
-    vars(system)["_recording"].commands["cmd battery get -f current_now"] = (0, "-2147483648\n")
+    recording.commands["cmd battery get -f current_now"] = (0, "-2147483648\n")
     with pytest.raises(MeterError, match="neither `dumpsys battery` nor perfetto"):
         meter.read()
 
@@ -225,9 +230,9 @@ def test_android_rails():
 
 
 def test_android_rails_that_change_are_refused():
-    system = recorded("android-pixel-6")
-    meter = choose_meter(find_meters(system), "android:rails")
-    del vars(system)["_recording"].files["sys/bus/iio/devices/iio:device1/energy_value"]
+    recording, found = played("android-pixel-6")
+    meter = choose_meter(found, "android:rails")
+    del recording.files["sys/bus/iio/devices/iio:device1/energy_value"]
     with pytest.raises(MeterError, match="no longer readable"):
         meter.read()
 

@@ -18,7 +18,7 @@ from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from edge_devices.remote.snapshot import RecordedSystem, Recording
 from edge_devices.transports.adb import AdbTransport
-from recordings import recorded
+from recordings import FIXTURES, read_recording
 
 SUPPLY = "sys/class/power_supply"
 
@@ -78,10 +78,9 @@ def ina219(milliamperes: int) -> dict[str, str]:
 
 
 def test_a_pi_5_is_read_by_its_own_chip_and_a_line_that_charges_by_name_only() -> None:
-    pi = recorded("raspberry-pi-5")
-    vars(pi)["_recording"].files.update(ina219(500))
-    pi = RecordedSystem(vars(pi)["_recording"], clock=lambda: 1.0, sleep=lambda _: None)
-    chosen = choose_meter(find_meters(pi))
+    pi = read_recording(FIXTURES / "raspberry-pi-5.json")
+    pi.files.update(ina219(500))
+    chosen = choose_meter(find_meters(RecordedSystem(pi, clock=lambda: 1.0, sleep=lambda _: None)))
     assert chosen is not None
     assert chosen.facts.name == "raspberry-pi:pmic"
     result = findings(ina219(-500))
@@ -92,12 +91,13 @@ def test_a_pi_5_is_read_by_its_own_chip_and_a_line_that_charges_by_name_only() -
 
 @pytest.mark.parametrize("before", [500, -500])
 def test_a_line_that_changes_its_direction_stops_the_meter(before: int) -> None:
-    system = machine(ina219(before))
-    (result,) = [f for f in find_meters(system) if f.name.startswith("hwmon:ina219")]
+    recording = Recording(files=ina219(before))
+    found = find_meters(RecordedSystem(recording, clock=lambda: 1.0, sleep=lambda _: None))
+    (result,) = [f for f in found if f.name.startswith("hwmon:ina219")]
     assert result.meter is not None
-    vars(system)["_recording"].files["sys/class/hwmon/hwmon2/curr1_input"] = "0"
+    recording.files["sys/class/hwmon/hwmon2/curr1_input"] = "0"
     assert result.meter.read() is not None
-    vars(system)["_recording"].files["sys/class/hwmon/hwmon2/curr1_input"] = str(-before)
+    recording.files["sys/class/hwmon/hwmon2/curr1_input"] = str(-before)
     with pytest.raises(MeterError, match="changed its direction"):
         result.meter.read()
 

@@ -79,8 +79,6 @@ READ_RIGHT = {
         ),
         "",
     ),
-    "Monsoon": (table("Time (s),Main Avg Power (mW),USB Avg Power (mW)", lambda i: f"{i / 10},6000,900"), ""),
-    "PPK2": (table("Timestamp(ms),Current(uA),D0-D7", lambda i: f"{i},1200000,00000000"), "volts=5"),
     "noise around nothing": (table("time (s),current (A),voltage (V)", lambda i: f"{i},{-0.0001 if i % 4 == 0 else 1.6},5"), "", 6.0),
     "decimal commas, three places": (table("Zeit;Leistung (W)", lambda i: f"{i};{5 + i % 3},{i % 10}00"), "", None),
     "decimal commas, always three places": (table("Zeit;Leistung (W)", lambda i: f"10:00:{i:02};6,000"), ""),

@@ -12,10 +12,8 @@ from edge_devices.errors import LinkError, TransportError
 from edge_devices.transports import file_sync as tree
 from edge_devices.transports.adb import AdbTransport, usable_serials
 from edge_devices.transports.base import prepare_folder
-from edge_devices.transports.jobs import JobState, poll_job, start_job
 from fake_adbd import FakeAdbd
 from phones import Desk
-from polling import wait
 
 
 @pytest.fixture
@@ -107,37 +105,7 @@ def test_a_link_that_breaks_in_a_push_costs_a_chunk(
     assert tree.device_files(phone, prepare_folder(phone))["model.gguf"] == tree.sha256_of(source)
 
 
-def test_a_full_disk(desk: Desk, daemon: FakeAdbd, phone: AdbTransport, tmp_path: Path) -> None:
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source/file").write_bytes(os.urandom(300_000))  # zeros would be packed to nothing
-    daemon.faults.room = 100_000
-    with pytest.raises(TransportError, match="no space left on the device"):
-        tree.push_tree(phone, tmp_path / "source", f"{prepare_folder(phone)}/pkg")
-    daemon.faults.room = None
-    assert "file" not in tree.device_files(phone, f"{prepare_folder(phone)}/pkg")
-
-
 def test_a_folder_that_may_not_be_written_to(phone: AdbTransport) -> None:
     phone.folder = "/proc/edge-mtp"
     with pytest.raises(TransportError, match=r"(?i)/proc/edge-mtp|no such file|permission"):
         prepare_folder(phone)
-
-
-def test_a_job_survives_unplugging(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
-    job = f"{prepare_folder(phone)}/runs/one"
-    start_job(phone, job, ["sh", "-c", "sleep 0.5; echo done > res"])
-    daemon.unplug()
-    desk.connect(daemon)
-    assert wait(lambda: poll_job(phone, job, "res").state is not JobState.RUNNING)
-    status = poll_job(phone, job, "res")
-    assert (status.state, status.exit_code, status.records) == (JobState.FINISHED, 0, 1)
-
-
-def test_a_reboot_is_named(desk: Desk, daemon: FakeAdbd, phone: AdbTransport) -> None:
-    job = f"{prepare_folder(phone)}/runs/two"
-    start_job(phone, job, ["sh", "-c", "echo one > res; sleep 60"])
-    assert wait(lambda: poll_job(phone, job, "res").records == 1)
-    daemon.reboot()
-    desk.connect(daemon)
-    status = poll_job(phone, job, "res")
-    assert (status.state, status.records) == (JobState.RESTARTED, 1)

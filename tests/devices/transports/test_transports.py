@@ -237,6 +237,7 @@ def test_a_device_runs_one_job_at_a_time(transport: Transport) -> None:
             stop_job(transport, f"{runs}/{name}")
 
 
+@pytest.mark.parametrize("transport", ["local", "adb"], indirect=True, ids="on {}".format)  # both shells: coreutils', and a phone's
 @pytest.mark.parametrize(
     "stale",
     [

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from bench_records import ONE_OF_EACH
 from edge_bench.devices import remote_run
 from edge_bench.devices.remote_run import RemoteRequest, deploy
-from edge_bench.measure.records import read_records
 from edge_devices.errors import EdgeError
 from edge_devices.machine.device_package import read_package
 from edge_runtime.bundle.integrity import CheckMode
@@ -57,15 +54,6 @@ def test_a_whole_bundle_opens_on_the_device(device: LocalTransport, package: Pat
     """What other programs read of the folder is nobody's business there: the manifest does not list it."""
     files = {path.relative_to(exported_pair).as_posix() for path in exported_pair.rglob("*") if path.is_file()}
     assert send(device, exported_pair, package) == files - {"Modelfile", "README.md", "models.ini"}
-
-
-def test_a_package_measures_without_what_makes_reports(exported_pair: Path, probe_memory: None, tmp_path: Path) -> None:
-    package, runs = stub_package(tmp_path / "package", real=True), tmp_path / "runs.jsonl"
-    assert [path.name for path in (package / "lib" / "edge_bench").iterdir()] == ["measure"]
-    command = [package / "bin" / "edge-bench", "run", exported_pair, *ONE_OF_EACH, "--max-tokens", "8"]
-    done = subprocess.run([*command, "--runs", runs], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert {run.variant.label for run in read_records(runs).runs} == {"plain", "dense 2"}
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json.sig", "target.gguf"])

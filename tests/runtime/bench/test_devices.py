@@ -1,23 +1,20 @@
-"""edge-bench on other machines: phones behind the real adb, a host behind the real sshd. Most runs are played, one is real."""
+"""edge-bench on phones behind the real adb; the runs are played. A real run, over ssh, is in tests/test_pi_walk.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
 
-import phones
-import ssh_host
-from bench_records import ONE_OF_EACH, whole_benchmark
+from bench_records import whole_benchmark
 from device_runs import bench, hold, in_background, wait_for, when_running
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import line_of, read_records
@@ -47,16 +44,25 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def daemon(desk: Desk) -> Iterator[FakeAdbd]:
+def empty(desk: Desk) -> Iterator[FakeAdbd]:
+    """A phone that has nothing of ours."""
     daemon = desk.phone()
     yield daemon
     desk.adb("disconnect", daemon.serial)
 
 
-def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def daemon(empty: FakeAdbd, package: Path, bundle: Path) -> FakeAdbd:
+    """A phone that has package and bundle from an earlier run."""
+    for there, source in (("package", package), (f"bundles/{bundle.name}", bundle)):
+        shutil.copytree(source, empty.phone.path(f"{AdbTransport.FOLDER}/{there}"))
+    return empty
+
+
+def test_a_run_on_a_phone_from_one_command(empty: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "own prompts.json"
     prompts.write_text('["one", "two"]')
-    where = "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "first"
+    where = "--adb", empty.serial, "--package", package, "--results", tmp_path / "results", "--run", "first"
     what = "--lengths", "2,3", "--check", "none", "--prompts", prompts
     result = bench("devices", bundle, *where, *what, "--json", tmp_path / "figures.json")
     assert result.exit_code == 0, result.output
@@ -64,14 +70,14 @@ def test_a_run_on_a_phone_from_one_command(daemon: FakeAdbd, package: Path, bund
     assert "package: " in result.stderr
     assert "run first started" in result.stderr
     assert "before the run: the frequency governor is schedutil" in result.stdout
-    folder = tmp_path / "results/first" / f"adb-{daemon.serial.replace(':', '-')}"
+    folder = tmp_path / "results/first" / f"adb-{empty.serial.replace(':', '-')}"
     assert {p.name for p in folder.iterdir()} == {"runs.jsonl", "watch.jsonl", "log", "device.json"}
     assert json.loads((tmp_path / "figures.json").read_text())["overall"][0]["label"] == "plain"
-    job = daemon.phone.path(f"{AdbTransport.FOLDER}/runs/first")
+    job = empty.phone.path(f"{AdbTransport.FOLDER}/runs/first")
     words = (job / "arguments").read_text().split()
     prompts_there = f"{AdbTransport.FOLDER}/inputs/first/1.json"
     assert " ".join(words[3:]) == f"--runs runs.jsonl --prompts {prompts_there} --lengths 2,3 --check none"
-    again = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
+    again = bench("devices", bundle, "--adb", empty.serial, "--package", package, "--results", tmp_path / "results", "--run", "second")
     assert "0 files, 0 B sent" in again.stderr
 
 
@@ -335,15 +341,15 @@ def test_a_second_run_is_refused_and_a_stop_is_a_stop(daemon: FakeAdbd, package:
 
 
 def test_deploying_only_starts_nothing_and_is_cleaned_without_a_bundle(
-    daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path
+    empty: FakeAdbd, package: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--deploy-only")
+    result = bench("devices", bundle, "--adb", empty.serial, "--package", package, "--results", tmp_path, "--deploy-only")
     assert result.exit_code == 0, result.output
-    folder = daemon.phone.path(AdbTransport.FOLDER)
+    folder = empty.phone.path(AdbTransport.FOLDER)
     assert (folder / "package/bin/edge-bench").stat().st_mode & 0o111
     assert (folder / "bundles/my bundle/target.gguf").stat().st_size == 100_000
     assert not (folder / "runs").exists()
-    assert bench("devices", "--adb", daemon.serial, "--clean").exit_code == 0
+    assert bench("devices", "--adb", empty.serial, "--clean").exit_code == 0
     assert not folder.exists()
 
 
@@ -354,12 +360,12 @@ def test_a_benchmark_that_fails_there_says_why_here(daemon: FakeAdbd, bundle: Pa
     assert "the run returned no results: it ended with an error: Error: the model does not fit" in result.stderr.splitlines()[-1]
 
 
-def test_a_full_phone_is_told_before_anything_runs(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
-    daemon.faults.room = 5_000
-    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
+def test_a_full_phone_is_told_before_anything_runs(empty: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
+    empty.faults.room = 5_000
+    result = bench("devices", bundle, "--adb", empty.serial, "--package", package, "--results", tmp_path)
     assert result.exit_code == 1
     assert "no space left on the device" in result.stderr.splitlines()[-1]
-    assert not daemon.phone.path(f"{AdbTransport.FOLDER}/runs").exists()
+    assert not empty.phone.path(f"{AdbTransport.FOLDER}/runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -383,9 +389,9 @@ def test_what_cannot_be_asked_of_a_device(
     assert words in result.stderr.splitlines()[-1]
 
 
-def test_a_package_for_another_processor_is_refused(daemon: FakeAdbd, bundle: Path, tmp_path: Path) -> None:
+def test_a_package_for_another_processor_is_refused(empty: FakeAdbd, bundle: Path, tmp_path: Path) -> None:
     arm = stub_package(tmp_path / "arm", platform="android-arm64")
-    result = bench("devices", bundle, "--adb", daemon.serial, "--package", arm, "--results", tmp_path / "results")
+    result = bench("devices", bundle, "--adb", empty.serial, "--package", arm, "--results", tmp_path / "results")
     assert result.exit_code == 1
     assert "the package is for android-arm64, but the device's processor is" in result.stderr
 
@@ -409,34 +415,20 @@ def test_a_pipe_among_results_is_not_waited_for(name: str, tmp_path: Path) -> No
     assert f"{name} is not a regular file" in results[0].stderr
 
 
-@pytest.mark.slow(15)
-@pytest.mark.skipif("proot" in phones.MISSING or bool(ssh_host.NEEDS), reason=ssh_host.NEEDS or "needs proot (apt install proot)")
-def test_a_real_benchmark_on_a_pi_drafts_what_this_machine_drafts(
-    exported_pair: Path, probe_memory: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over ssh, while the board's supply sags for four seconds."""
-    pi, shell = FakePhone(tmp_path / "pi", pi=PI), Path(phones.__file__).with_name("pi_shell.py")
-    host = ssh_host.SshHost(tmp_path / "ssh", command=f"{sys.executable} {shell} {tmp_path / 'pi'}")
-    start = remote.start_job
-
-    def sagging(*arguments: Any) -> None:
-        pi.vary("/system/says/vcgencmd get_throttled", ["throttled=0x0\n", *["throttled=0x50005\n"] * 8, "throttled=0x50000\n"], 0.5)
-        start(*arguments)
-
-    monkeypatch.setattr(remote, "start_job", sagging)
-    package = stub_package(tmp_path / "package", real=True)
-    what = (*ONE_OF_EACH, "--max-tokens", "8")
-    where = ("--ssh", "pi", "--ssh-config", host.config, "--device-folder", tmp_path / "device folder")
+def test_a_board_whose_supply_sags_in_a_run_is_named(desk: Desk, package: Path, bundle: Path, tmp_path: Path) -> None:
+    board = FakeAdbd(FakePhone(tmp_path / "pi", pi=PI))
+    desk.phones.append(board)
+    assert desk.plugged(board)
+    held, results = hold(board), list[Result]()
+    where = "--adb", board.serial, "--package", package, "--results", tmp_path / "results"
+    thread = in_background(lambda: results.append(bench("devices", bundle, *where)))
     try:
-        result = bench("devices", exported_pair, *what, *where, "--package", package, "--results", tmp_path / "results", "--run", "there")
+        for now, seen in ((0x50005, '"begin"'), (0x50000, f'"throttled": {0x50005}')):
+            wait_for(board, seen)
+            board.phone.says("vcgencmd get_throttled", f"throttled={now:#x}\n")
     finally:
-        host.stop()
-        pi.close()
-    assert result.exit_code == 0, result.output
-    assert "the board throttled (get_throttled 0x50005)" in result.stdout
-    here = bench("run", exported_pair, *what, "--runs", tmp_path / "here.jsonl")
-    assert here.exit_code == 0, here.output
-    there = read_records(tmp_path / "results/there/ssh-pi/runs.jsonl")
-    assert [(r.variant, r.output, r.drafted, r.accepted) for r in there.runs] == [
-        (r.variant, r.output, r.drafted, r.accepted) for r in read_records(tmp_path / "here.jsonl").runs
-    ]
+        held.unlink()
+        thread.join()
+    assert results[0].exit_code == 0, results[0].output
+    assert "the board throttled (get_throttled 0x50005)" in results[0].stdout
+    desk.adb("disconnect", board.serial)
