@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -13,11 +14,13 @@ import pytest
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint import sources
 from edge_export.cli import export
 from edge_export.cli.command import main
+from edge_export.cli.display import Steps
 from edge_export.cli.export import default_output
 from edge_runtime.bundle.bundle import open_bundle
 
@@ -185,6 +188,14 @@ def test_a_checkpoint_here_is_not_taken_for_its_bundle(pair: list[Path], tmp_pat
         assert (result.exit_code, "Traceback" in result.stderr) == (1, False)
     assert "x exists already; choose another name with --output" in invoke("x", pair[1], *QUICK).stderr
     assert (tmp_path / "x" / "config.json").is_file()
+
+
+def test_a_long_step_says_how_far_it_is_where_no_bar_is_drawn() -> None:
+    with Steps(Console(file=(out := io.StringIO()))) as step:
+        report = step("row kernels")
+        for share in (0.5, 0.55, 1.0):
+            report(share)
+    assert out.getvalue().splitlines() == ["row kernels", "row kernels: 50 %", "row kernels: 100 %"]
 
 
 def test_other_commands_need_what_they_need(pair: list[Path], tmp_path: Path) -> None:

@@ -97,6 +97,11 @@ def test_bfloat16_source_is_exact(tmp_path: Path) -> None:
     assert np.array_equal(widened.view(np.uint32), bits.astype(np.uint32) << 16)
 
 
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'w' is I64"):
+        list(read_rows(stored(tmp_path / "w", np.ones(4, np.int64), "I64")))
+
+
 def test_file_cut_while_it_is_read(tmp_path: Path) -> None:
     tensor = stored(tmp_path / "w", np.ones(100, np.float32), "F32")
     (tmp_path / "w").write_bytes(b"short")

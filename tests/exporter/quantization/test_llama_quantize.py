@@ -72,6 +72,11 @@ def test_llama_cpps_own_words_are_quoted(source: Path, tmp_path: Path) -> None:
         quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1)
 
 
+def test_a_missing_folder_is_named(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="nowhere does not exist; create it"):
+        quantize_gguf(source, tmp_path / "nowhere" / "out.gguf", "q8_0", 1)
+
+
 def test_a_dying_child_is_an_error(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dying = tmp_path / "dying"
     dying.write_text("#!/bin/sh\necho 'loading' >&2\necho 'x.c:7: GGML_ASSERT(n > 0) failed' >&2\nkill -ABRT $$\n")
