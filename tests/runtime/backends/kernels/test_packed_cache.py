@@ -321,3 +321,14 @@ def test_a_session_keeps_packed_weights_that_are_counted_and_forgotten(
     result = CliRunner().invoke(main, ["forget", "--json"])
     assert json.loads(result.stdout)["packed_cache"] == {"folder": str(folder), "files": 1, "bytes": bytes_}
     assert names(folder) == ["notes.txt"]
+
+
+def test_the_command_leaves_it_out(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGE_MTP_CACHE", str(tmp_path))
+    words = ["generate", str(bundle), "-b", "llama", "-t", "1", "-n", "2", "-c", "256", "--prompt-cache", "off", "def area"]
+    result = CliRunner().invoke(main, [*words, "--no-packed-cache"])
+    assert result.exit_code == 0, result.output
+    assert packed_files(packed_cache.default_folder()) == []
+    assert CliRunner().invoke(main, words).stdout == result.stdout
+    written()
+    assert len(packed_files(packed_cache.default_folder())) == 1
