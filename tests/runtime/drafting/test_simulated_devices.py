@@ -41,4 +41,4 @@ def test_watts_that_rise_are_weighed_by_rows() -> None:
     assert isinstance(case, Case)
     weighed = regret(case, 0.05, tokens=1500, seeds=(1,))
     assert weighed.joules < 0.97
-    assert weighed.slower < 1.06
+    assert weighed.slower < 1.065
