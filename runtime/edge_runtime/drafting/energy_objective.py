@@ -313,13 +313,16 @@ class TimeBound:
         self._booked = self._unbooked = 0.0
 
     def renew(self, known: Forecast, *, rows: int, drafts: int, requests: int, stepwise: bool) -> None:
-        """Computes the trade again, now and then; `rows` and `drafts` are the most of a round."""
+        """Takes in what costs now, and computes the trade again, now and then; `rows` and `drafts` are the most of a round."""
+        before = self._plain_seconds if self._frontier is not None else None
+        self._seconds, self._joules = self._costs.table(rows, drafts, requests)
+        if before is not None:  # earlier rounds at what a plain one is known to cost now
+            self._sums[1:] *= self._plain_seconds / before
         self._until_renewal -= 1
         if self._until_renewal > 0 and requests == self._requests:
             return
         self._renewals += 1
         self._until_renewal = RENEWALS if self._renewals > EARLY else 1
-        self._seconds, self._joules = self._costs.table(rows, drafts, requests)
         self._watts = float(self._joules.verify[0] / self._seconds.verify[0])
         if self._frontier is None:
             self._frontier = Frontier(PRICES * self._watts)
@@ -335,8 +338,10 @@ class TimeBound:
         self._aim(self._corrected())
         if requests != self._requests:  # what the rounds before took was another work
             self._requests = requests
-            tokens = PREDICTED_ROUNDS * float(self._seconds.verify[0]) / float(self._trade.seconds[-1])
-            self._sums = tokens * np.array([1.0, self._trade.joules[-1], self._trade.seconds[-1]])
+            # As `Profit` predicts without a bound: by the best fixed length.
+            fixed = self._frontier.trade(known, self._seconds, self._joules, stepwise=False)
+            tokens = PREDICTED_ROUNDS * self._plain_seconds / float(fixed.seconds[-1])
+            self._sums = tokens * np.array([1.0, fixed.joules[-1], fixed.seconds[-1]])
             self._spent, self._booked, self._unbooked = np.zeros(2), 0.0, 0.0
 
     def _aim(self, trade: Trade) -> None:
@@ -360,7 +365,7 @@ class TimeBound:
         scale = np.where(drafts, self._optimism, 1.0)
         seconds = self._trade.seconds * scale
         # The time of plain decoding is known, and it is what the fastest takes at most.
-        plain = (1 + PROBE_SHARE) * float(self._seconds.verify.min())
+        plain = (1 + PROBE_SHARE) * self._plain_seconds
         seconds[-1] = plain if self.is_plain_fastest else min(seconds[-1], max(plain, float(self._trade.seconds[-1])))
         return Trade(seconds, self._trade.joules * scale, self._trade.rates)
 
@@ -388,9 +393,19 @@ class TimeBound:
         return float(self._sums[0]) / self._cost(float(self._sums[1]), float(self._sums[2]))
 
     @property
+    def is_time_alone(self) -> bool:
+        """Whether the next round's time alone counts. As long as it does, rounds are those of the objective time."""
+        return math.isinf(self._price)
+
+    @property
     def is_plain_fastest(self) -> bool:
         """Whether drafts are thought to cost time rather than save it."""
-        return self._fastest >= (1 - 1e-4) * float(self._seconds.verify.min())
+        return self._fastest >= (1 - 1e-4) * self._plain_seconds
+
+    @property
+    def _plain_seconds(self) -> float:
+        """Of plain decoding, which may pad."""
+        return float(self._seconds.verify.min())
 
     @property
     def probe_cost(self) -> float:
@@ -402,11 +417,15 @@ class TimeBound:
         """What drafting one token takes of a forward of one row, in seconds and in joules."""
         return float(self._seconds.draft[1] / self._seconds.verify[0]), float(self._joules.draft[1] / self._joules.verify[0])
 
-    def spend(self, tokens: float, drafted: int, row: int, promised: float) -> None:
-        """Takes in a round: the tokens it brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds."""
+    def spend(self, tokens: float, drafted: int, row: int, promised: float, *, shadow: bool) -> None:
+        """Takes in a round: the tokens it brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds.
+
+        A `shadow` draft is no part of what plain rounds are worth, but it is spent.
+        """
         seconds = float(self._seconds.draft[drafted] + self._seconds.verify[row])
         joules = float(self._joules.draft[drafted] + self._joules.verify[row])
-        self._sums = DECAY * self._sums + (tokens, joules, seconds)
+        worth = (float(self._joules.verify[row]), float(self._seconds.verify[row])) if shadow else (joules, seconds)
+        self._sums = DECAY * self._sums + (tokens, *worth)
         self._spent = BUDGET_DECAY * self._spent + (tokens, seconds)
         self._booked, self._unbooked = BUDGET_DECAY * self._booked, BUDGET_DECAY * self._unbooked + tokens
         self._drafted *= BUDGET_DECAY

@@ -241,7 +241,7 @@ class Profit:
             return "ask", min(START_LENGTH, self._longest)
         probe = self._draft_list[1] * self._plain_rate
         # With a bound on time, rounds with drafts and without are mixed on purpose, and a probe may be a waste of seconds or of joules.
-        if self._bound is not None and not self._bound.is_plain_fastest:
+        if self._bound is not None and not (self._bound.is_plain_fastest or self._bound.is_time_alone):
             is_due = self._schedule.is_due(max(probe, self._bound.probe_cost), is_dear=True)
             return ("shadow", 1) if is_due else ("plain", 0)
         if not self._schedule.is_due(probe, is_dear=probe > ASK_SHARE):
@@ -496,15 +496,16 @@ class Profit:
         self._cost_reached = RATE_DECAY * self._cost_reached + self._spent()
         if self._bound is not None:
             promised = self._tokens[verified] if self._mode == "draft" else 0.0
-            self._bound.spend(tokens, len(self._bins), verified + self._padding(verified), promised)
-            self._stale = True
+            rows = verified + self._padding(verified)
+            self._bound.spend(tokens, len(self._bins), rows, promised, shadow=self._mode == "shadow")
+            self._stale = self._stale or not self._bound.is_time_alone
 
     def _observe_drafts(self, result: RoundResult) -> None:
         """Learns from the drafts of the drafter, and from the first one that was not verified where that can be told."""
         if self._mode in ("shadow", "ask"):
             self._until_refresh = 0  # the next plan computes everything anew
             # Where drafts are part of a mix, old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
-            if self._bound is None or self._bound.is_plain_fastest:
+            if self._bound is None or self._bound.is_plain_fastest or self._bound.is_time_alone:
                 self._model.fade(STALE)
         self._stale = self._has_news = True
         compared, right = min(result.verified, len(self._bins)), min(result.accepted, len(self._bins))
