@@ -108,6 +108,8 @@ def test_a_key_that_sends_all_it_can_delays_another_by_one_request() -> None:
         assert wait(lambda: sum(server.worker.load()) == 4)
         status, headers, body = send(server, "POST", CHAT, BODY, authorization="Bearer first")
         assert (status, body["error"]["code"], headers["retry-after"]) == (429, "key_queue_full", "2")
+        status, headers, body = send(server, "POST", "/v1/messages", BODY, authorization="Bearer first")
+        assert (status, body["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "2")
         other = ask(server, "second")
         assert wait(lambda: sum(server.worker.load()) == 5)
         assert wait(lambda: len(server.worker._waiting) + server.worker._inbox.qsize() == 4)
