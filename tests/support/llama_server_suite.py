@@ -119,7 +119,7 @@ _PICTURES = {f"{_HUB}11_truck.png": photo(SCENES[0]), f"{_HUB}91_cat.png": photo
 _CONVERSATION = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _CONSTRAINED = {"response_format", "json_schema", "grammar", "tool_choice"}
 _LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
-_MOST_CHILDREN = 2
+_MOST_CHILDREN = 4
 _children: dict[tuple[Path, tuple[str, ...]], Child] = {}
 
 
@@ -190,6 +190,7 @@ def _start(server: Any, timeout_seconds: int = 0) -> None:
         if len(_children) == _MOST_CHILDREN:
             _children.pop(next(iter(_children))).end()
         _children[key] = Child(key[0], *key[1])
+    _children[key] = _children.pop(key)  # the one that was used longest ago ends first
     server.server_port = int(_children[key].url.rpartition(":")[2])
     server.ready = True
 

@@ -90,12 +90,9 @@ def test_half_a_surrogate_in_a_message_is_replaced(server: Scripted) -> None:
 
 def test_tokens_and_model_details() -> None:
     with scripted_server("Hello.") as server:
-        _, _, body = send(server, "POST", "/tokenize", {"content": "hé", "add_special": True})
-        assert body == {"tokens": [2, *(100 + byte for byte in "hé".encode())], "count": 4, "max_model_len": 2048}
-        assert send(server, "POST", "/detokenize", {"tokens": body["tokens"]})[2]["content"] == "<bos>hé"
         chat = send(server, "POST", "/tokenize", {"messages": HI["messages"]})[2]
         usage = send(server, "POST", "/v1/chat/completions", HI)[2]["usage"]
-        assert chat["count"] == usage["prompt_tokens"]
+        assert (chat["count"], chat["max_model_len"]) == (usage["prompt_tokens"], 2048)
         assert send(server, "POST", "/detokenize", {"tokens": [10**6]})[0] == 400
         assert send(server, "GET", "/props")[2]["default_generation_settings"]["n_ctx"] == 2048
         model = send(server, "GET", "/v1/models")[2]["data"][0]

@@ -269,6 +269,9 @@ def test_the_queue_is_bounded_and_waiting_clients_may_leave():
             status, headers, body = send(server, "POST", "/v1/chat/completions", {"messages": HI})
             assert (status, body["error"]["code"]) == (503, "queue_full")
             assert int(headers["retry-after"]) > 0
+            status, headers, body = send(server, "POST", "/v1/messages", {"messages": HI})
+            assert (status, body["error"]["type"]) == (503, "overloaded_error")
+            assert int(headers["retry-after"]) > 0
         finally:
             going.set()
         for thread in threads:

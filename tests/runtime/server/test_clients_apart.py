@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat_server import Scripted, scripted_server, scripted_worker, send
+from chat_server import Scripted, scripted_server, send
 from edge_runtime.media.encoder_inputs import SIDE, Image
 from edge_runtime.media.soft_rows import LazyEncoder
-from edge_runtime.server.engine.jobs import Job
-from edge_runtime.server.requests.completions import read_chat
 from edge_runtime.server.serve import client_names
 from edge_runtime.session.session import Session
 
@@ -42,33 +40,27 @@ def test_no_prefix_is_reused_for_another_key(keys: tuple[str, ...], count: int, 
     assert {found[at] for at, again in enumerate(reused) if not again} == {0}, "not even a token of another's"
 
 
-def test_rows_are_dropped_before_a_request_of_another_client_can_fail() -> None:
-    worker, batch, _ = scripted_worker("Hello.", clients=KEYS)
-    target = batch.targets[0]
-    target.prefill([2, 101, 102, 103])
-    job = Job(read_chat(SECRET).choices[0], lambda _: None, client=1)
-    job.prompt = [2, 101, 102, 103, 104]
-    worker._waiting.append(job)
-    worker._assign()
-    assert (target.length, worker._clients) == (0, [1])
+def test_a_request_that_fails_leaves_another_client_no_rows() -> None:
+    with scripted_server("Hello.", keys=KEYS) as server:
+        assert cached(server, "first") == 0
+        fails = SECRET | {"logit_bias": {"99999": 1}}
+        assert send(server, "POST", "/v1/chat/completions", fails, authorization="Bearer second")[0] == 400
+        assert cached(server, "second") == 0
 
 
 def test_each_key_has_prompts_of_its_own_on_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, _, _ = scripted_worker("Hello.", count=2, clients=client_names(KEYS))
-    generate, names = Session.generate, []
+    generate, names = Session.generate, list[str]()
 
     def named(self: Session, *arguments: Any, client: str = "", **options: Any) -> Any:
         names.append(client)
         return generate(self, *arguments, client=client, **options)
 
     monkeypatch.setattr(Session, "generate", named)
-    for client in (1, 0):
-        job = Job(read_chat(SECRET).choices[0], lambda _: None, client=client)
-        job.prompt = [2, 101, 102, 103, 104]
-        worker._waiting.append(job)
-    worker._assign()
-    assert sorted(names) == sorted(client_names(KEYS))
-    assert names[0] != names[1] != client_names([])[0]
+    with scripted_server("Hello.", keys=KEYS) as server:
+        for key in KEYS:
+            cached(server, key)
+    assert names == client_names(KEYS)
+    assert len({*names, *client_names([])}) == 3
     assert not any(key in name for key in KEYS for name in names)  # files lie about for long
 
 

@@ -90,7 +90,7 @@ def test_a_server_answers_whatever_time_it_is(library: Path, exported_pair: Path
             connection.request("POST", CHAT, json.dumps(body).encode())
             response = connection.getresponse()
             assert (response.status, b'"choices"' in response.read()) == (200, True)
-            time.sleep(1)
+            time.sleep(0.5)
         connection.close()
         assert send(server, "GET", "/health")[2] == {"status": "ok", "running": 0, "waiting": 0, "loaded": True}
     finally:

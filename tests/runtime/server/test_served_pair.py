@@ -109,9 +109,7 @@ def test_a_signal_ends_it_while_it_answers(exported_pair: Path, probe_memory: Pa
     listener.start()
     while not received:
         time.sleep(0.01)
-    begin = time.monotonic()
     assert child.end(signal.SIGINT) == 0
-    assert time.monotonic() - begin < 30
     listener.join()
     assert "shutting down" in received[-1] or "onnection" in received[-1]
     assert child.lines[-1] == "stopped\n"

@@ -13,10 +13,10 @@ from edge_runtime.server.requests.completions import CompletionRequest
 from scripted import ScriptedTarget
 
 
-def slot(number: int, cache: Sequence[int], last_used: int = 0, client: int = 0) -> Slot:
+def slot(number: int, cache: Sequence[int], last_used: int = 0) -> Slot:
     target = ScriptedTarget()
     target.prefill(cache)
-    return Slot(number=number, target=target, last_used=last_used, client=client)
+    return Slot(number=number, target=target, last_used=last_used, client=0)
 
 
 def job(*ids: int, seed: int | None = None) -> Job:
@@ -58,8 +58,3 @@ def test_nobody_is_passed_over_for_ever():
     for _ in range(MAX_PASSED_OVER):
         assert chosen(slots, [first, job(1, 2, 3, 4)]) == (0, 1)
     assert chosen(slots, [first, job(1, 2, 3, 4)]) == (0, 0)
-
-
-def test_rows_of_another_client_do_not_count():
-    slots = [slot(0, [1, 2, 3, 4], last_used=9, client=1), slot(1, [1, 2], last_used=1)]
-    assert chosen(slots, [job(1, 2, 3, 4, 5)]) == (1, 0)

@@ -239,11 +239,11 @@ def test_llama_sequences_equal_single_sessions(exported_pair: Path, probe_memory
     with open_session(exported_pair, context=512, drafter=drafter) as alone:
         expected = []
         for prompt in PROMPTS:
-            generation = alone.generate(prompt, max_tokens=60, draft_length=3)
+            generation = alone.generate(prompt, max_tokens=30, draft_length=3)
             generation.text()
             expected.append((generation.tokens, generation.stats.accepted))
     with open_sessions(exported_pair, 3, context=512, drafter=drafter) as sessions:
-        started = [sessions.sessions[i % 3].generate(prompt, max_tokens=60, draft_length=3) for i, prompt in enumerate(PROMPTS)]
+        started = [sessions.sessions[i % 3].generate(prompt, max_tokens=30, draft_length=3) for i, prompt in enumerate(PROMPTS)]
         list(sessions.run(started))
     assert [(g.tokens, g.stats.accepted) for g in started] == expected
 

@@ -301,7 +301,6 @@ def test_a_failed_save_leaves_what_was_there(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda _: "[", "cannot be read as a conversation"),
         (lambda _: "[" * 100_000, "cannot be read as a conversation"),
         (lambda _: "[]", "not a saved conversation"),
         (lambda r: r | {"format": "other"}, "not a saved conversation"),
@@ -316,10 +315,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path):
         (lambda r: r | {"settings": r["settings"] | {"overflow": "burst"}}, "overflow is 'burst'"),
         (lambda r: r | {"settings": r["settings"] | {"sampling": {"temperature": -1}}}, "temperature is -1"),
         (lambda r: r | {"settings": r["settings"] | {"sampling": {"logit_bias": {"x": 1}}}}, "logit_bias"),
-        (lambda r: r | {"settings": r["settings"] | {"sampling": {"logit_bias": []}}}, "logit_bias"),
-        (lambda r: r | {"settings": r["settings"] | {"sampling": {"logit_bias": {"1": 10**400}}}}, "logit_bias"),
         (lambda r: r | {"settings": r["settings"] | {"sampling": {"temperature": 10**400}}}, "temperature"),
-        (lambda r: r | {"settings": r["settings"] | {"sampling": {"seed": -(10**400)}}}, "seed"),
     ],
 )
 def test_files_from_outside_are_checked(tmp_path, change, message):

@@ -58,7 +58,7 @@ def test_suppressed_tokens_never_come_out(
             made = []
             for request in requests:
                 session.target.rollback(0)
-                generation = session.generate(PROMPT, max_tokens=40, **request)
+                generation = session.generate(PROMPT, max_tokens=20, **request)
                 assert "".join(generation) is not None
                 made.append(list(generation.tokens))
             return made

@@ -248,7 +248,7 @@ ON_ONE: dict[str, Callable[[Sessions, Generation], object]] = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(moves=MOVES)
 # One that the decoder runs is iterated to its end; another one of its session begins.
 @example(

@@ -12,8 +12,10 @@ for library in ("llama_cpp", "onnxruntime", "gguf", "onnx", "PIL"):
     pytest.importorskip(library)
 
 from edge_runtime.cli.chat import TerminalChat
+from edge_runtime.cli.prompts import MessageOptions, sent_prompt
 from edge_runtime.errors import RequestError
 from edge_runtime.media.reading import read_image
+from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.session.chat import Chat
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
@@ -95,6 +97,17 @@ def test_a_full_context_drops_whole_turns_with_their_pictures(session):
         if dropped:
             return
     raise AssertionError("nothing was dropped")
+
+
+def test_a_system_message_stands_before_the_picture_and_its_text(session):
+    sent = sent_prompt(session, QUESTION, MessageOptions(system="Be brief."), media=[read_image(photo(SCENES[0]), 70)]).sent
+    assert isinstance(sent, MediaPrompt)
+    (span,) = sent.spans
+    before, after = (
+        b"".join(session.vocabulary.piece(token) for token in ids if token >= 0).decode()
+        for ids in (sent.ids[: span.first], sent.ids[span.first :])
+    )
+    assert ("Be brief." in before, QUESTION in after) == (True, True)
 
 
 def test_penalties_and_constraints_ignore_soft_rows(session):

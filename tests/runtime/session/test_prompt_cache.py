@@ -215,8 +215,6 @@ def damage(path: Path) -> None:
     ("harm", "sentence"),
     [
         (damage, "does not have the sha256"),
-        (lambda path: path.write_bytes(b""), "is not a file of a KV cache"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "its header says"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b'"first": 0', b'"first": 8')), "not the one that its name says"),
         (lambda path: path.chmod(0o644), "open to others"),
     ],
