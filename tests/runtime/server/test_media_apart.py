@@ -6,7 +6,6 @@ import base64
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,26 +69,24 @@ def test_text_does_not_wait_for_images_and_these_end_with_their_client(decoding:
 
 
 def test_the_media_of_a_request_share_their_processor_time(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "DECODING_SECONDS", 0.5)
-    value, processes = decoding("import time\nwhile time.process_time() < 0.3: pass\nprint('{\"shape\": [48, 48, 3]}')\nprint(' ' * 6911)")
+    monkeypatch.setattr(engine, "DECODING_SECONDS", 1.0)
+    value, processes = decoding("import time\nwhile time.process_time() < 0.6: pass\nprint('{\"shape\": [48, 48, 3]}')\nprint(' ' * 6911)")
     with scripted_server("Hello.") as server:
         status, _, body = send(server, "POST", "/v1/chat/completions", chat(*[PART] * 8, n=2))
     assert (status, "took too much time" in body["error"]["message"]) == (400, True)
-    assert value[0] == 0.5
-    assert 0 < value[1] < 0.25
+    assert value[0] == 1.0
+    assert 0 < value[1] < 0.4
     assert len(processes) == 2
 
 
 def test_a_server_that_stops_ends_the_decoding(decoding: Any) -> None:
     _, processes = decoding(SPIN)
-    answers: list[int] = []
+    answers: list[str] = []
     with scripted_server("Hello.") as server:
-        asking = threading.Thread(target=lambda: answers.append(send(server, "POST", "/v1/chat/completions", chat(PART))[0]))
+        asking = threading.Thread(target=lambda: answers.append(str(send(server, "POST", "/v1/chat/completions", chat(PART))[2])))
         asking.start()
         assert wait(lambda: processes)
-        begin = time.monotonic()
         server.worker.close()
-        assert time.monotonic() - begin < 25  # the processor time of a decoding alone is 30 s
         asking.join()
     assert processes[0].returncode is not None
-    assert answers
+    assert "decoding took" not in answers[0], "it was ended, and did not come to its own limit"
