@@ -12,28 +12,20 @@ import pytest
 
 from chat_server import CHAT, Held, scripted_server, send
 from edge_runtime.server import app, streaming
-from edge_runtime.server.engine.jobs import Finished, OutputLogprob
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http import body as http_body
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES, PIECE, count_values
 from edge_runtime.server.requests.completions import MAX_PREDICTED, read_chat, read_completion
-from edge_runtime.server.requests.ollama import read_ollama_chat
-from edge_runtime.server.requests.responses_api import read_response
-from edge_runtime.server.responses.openai import CompletionFormat
-from edge_runtime.server.responses.response_format import ChoiceAnswer, Written, encoded
+from edge_runtime.server.responses.response_format import Written, encoded
 from edge_runtime.server.responses.responses_api import MAX_REPEATED, ResponsesFormat
-from edge_runtime.session.monitor import DecodeStats
-from edge_runtime.session.session import Session
-from edge_runtime.text.channels import Text
 from polling import wait
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 
-def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_weighs", True)
+def test_a_prediction_is_cut_and_tokenized_in_the_thread_for_prompts() -> None:
     with scripted_server("Hello.", context=256) as server:
         vocabulary = server.vocabulary
         encode, calls = vocabulary.encode, []
@@ -122,25 +114,6 @@ def test_more_text_than_a_template_may_write_is_not_searched(name: str) -> None:
     assert f"characters; at most {MAX_CHARACTERS} are allowed" in body["error"]["message"]
 
 
-def test_pieces_of_an_answer_are_joined_once() -> None:
-    """Adding each to the text before copied 16 GB of a body of 16 MB."""
-    items = [{"type": "message", "role": "assistant", "content": f"{number} "} for number in range(2000)]
-    request = read_response({"input": [*items, {"type": "message", "role": "user", "content": "hi"}]})
-    messages = request.choices[0].prompt.messages  # type: ignore[union-attr]
-    assert [message["content"] for message in messages] == ["".join(f"{number} " for number in range(2000)), "hi"]
-
-
-def test_results_find_their_calls_by_name_or_in_order() -> None:
-    calls = [{"function": {"name": name, "arguments": {}}} for name in "aabbc"]
-    results = [{"role": "tool", "content": "x"} | ({"tool_name": name} if name else {}) for name in ("b", None, "a", "c", None)]
-    request = read_ollama_chat({"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *results]})
-    messages = request.choices[0].prompt.messages  # type: ignore[union-attr]
-    assert [message["tool_call_id"][-1] for message in messages[1:]] == ["2", "0", "1", "4", "3"]
-    for further in (None, "a", "z"):
-        with pytest.raises(ApiError, match="is the result of no call"):
-            read_ollama_chat({"messages": [{"role": "assistant", "tool_calls": calls}, *results, results[1] | {"tool_name": further}]})
-
-
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     with scripted_server("Hello.") as server:
         encoded = Held(server.worker._prompts, "encode", lambda prompt: len(str(prompt)) > 50_000)
@@ -212,7 +185,7 @@ def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.Monk
         asking = threading.Thread(target=lambda: send(server, "POST", CHAT, body))
         asking.start()
         assert encoded.begun.wait(30)
-        time.sleep(0.05)
+        time.sleep(0.05)  # in which it would be returned
         assert not trims, "its memory is held, and a busy server is left alone"
         encoded.going.set()
         asking.join()
@@ -222,12 +195,12 @@ def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch: pytest.Monk
         assert len(trims) == 1, "no more in this minute"
 
 
-@pytest.mark.parametrize("shift", range(-3, 6))
 @pytest.mark.parametrize("text", ["\\", '"', ",[{", '\\"', "a\n\\\\", '\\",{', ""])
-def test_values_are_counted_outside_of_strings_also_where_a_piece_ends(text: str, shift: int) -> None:
+def test_values_are_counted_outside_of_strings_also_where_a_piece_ends(text: str) -> None:
     """A body is looked through in pieces; `shift` moves the text over the end of the first one."""
-    filler = "a" * (PIECE - len('{"": "') - shift)
-    assert count_values(json.dumps({filler: text, text: [text, {"b": text + text}], "c": ",,"})) == 6
+    for shift in range(-3, 6):
+        filler = "a" * (PIECE - len('{"": "') - shift)
+        assert count_values(json.dumps({filler: text, text: [text, {"b": text + text}], "c": ",,"})) == 6
 
 
 @pytest.mark.parametrize("filler", ["[]", "{}", "1", '"a"', '{"a":[[1]]}', '"\\"[,"', '[",,",[]]'])
@@ -239,11 +212,11 @@ def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(filler: s
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
-@pytest.mark.parametrize("shift", range(8))
-def test_a_body_is_decoded_in_pieces_as_it_is_whole(encoding: str, shift: int) -> None:
+def test_a_body_is_decoded_in_pieces_as_it_is_whole(encoding: str) -> None:
     """`shift` moves the characters over the end of the first piece."""
-    content = {"b" * (PIECE // len("b".encode(encoding)) - 8 - shift): "aé中\U0001f600\ud800", "\udc00": ["\U0001f600" * 3, "é"]}
-    assert parse_json(json.dumps(content, ensure_ascii=False).encode(encoding, "surrogatepass")) == content
+    for shift in range(8):
+        content = {"b" * (PIECE // len("b".encode(encoding)) - 8 - shift): "aé中\U0001f600\ud800", "\udc00": ["\U0001f600" * 3, "é"]}
+        assert parse_json(json.dumps(content, ensure_ascii=False).encode(encoding, "surrogatepass")) == content
     for cut in ('{"a": "中"}'.encode(encoding)[:-3], "{}".encode(encoding) + "中".encode(encoding)[:1]):
         with pytest.raises(ApiError, match="the body is not JSON"):
             parse_json(cut)
@@ -337,19 +310,14 @@ def test_too_many_log_probabilities_are_refused_before_the_work() -> None:
 
 
 def test_log_probabilities_of_a_completion_have_their_offsets() -> None:
-    form = CompletionFormat("model", read_completion({"prompt": "hi", "logprobs": 1}), "fp")
-    entries = [OutputLogprob(piece=piece, logprob=-1.0, top=((piece, -1.0),)) for piece in (b"a", "é".encode(), b"c")]
-    logprobs = form.logprobs()
-    for entry in entries:
-        logprobs.add([entry])
-    finished = Finished(reason="stop", stats=DecodeStats(), energy=None)
-    answer = json.loads(encoded(form.complete([ChoiceAnswer(events=[Text("aéc")], logprobs=logprobs, finished=finished)])))
-    assert answer["choices"][0]["logprobs"] == {
-        "tokens": ["a", "é", "c"],
-        "token_logprobs": [-1.0] * 3,
-        "top_logprobs": [{"a": -1.0}, {"é": -1.0}, {"c": -1.0}],
-        "text_offset": [0, 1, 2],
-    }
+    with scripted_server("aéc") as server:
+        prompt = send(server, "POST", "/tokenize", {"messages": HI["messages"]})[2]["tokens"]
+        status, _, body = send(server, "POST", "/v1/completions", {"prompt": prompt, "logprobs": 1, "temperature": 0})
+    logprobs = body["choices"][0]["logprobs"]
+    assert (status, logprobs["tokens"]) == (200, ["a", "\ufffd", "\ufffd", "c"])
+    assert [[*top] for top in logprobs["top_logprobs"]] == [[token] for token in logprobs["tokens"]]
+    assert logprobs["token_logprobs"] == pytest.approx([0.0] * 4, abs=1e-6)
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
 
 
 def test_written_json_is_taken_over_in_its_place() -> None:
