@@ -32,7 +32,7 @@ NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give 
 _RESET, _BOLD, _CODE, _HEADING = "\x1b[0m", "\x1b[1m", "\x1b[36m", "\x1b[1;4m"
 _ACCEPTED, _DEFAULT = "\x1b[32m", "\x1b[39m"
 # What may still become a fence, a heading or a bullet; it is held back until the next characters decide.
-_UNDECIDED = re.compile(r" {0,3}(`{0,2}|`{3}[^\n]*|#{1,6}|[*+-]|)\Z")
+_UNDECIDED = re.compile(r" {0,3}(`{1,2}|`{3}[^\n]*|#{1,6})\Z| *[*+-]?\Z")
 _FENCE = re.compile(r" {0,3}```[^\n]*\n")
 # A style, the end of a line, spaces, or a part of a word.
 _PARTS, _STYLE = re.compile(r"\x1b\[[0-9;]*m|\n|[ \t]+|[^\x1b\n \t]+|\x1b"), re.compile(r"\x1b\[[0-9;]*m")

@@ -216,7 +216,7 @@ class EnergyCosts:
     """Costs in joules: the seconds of other costs × the power of the phase. Implements `cost_model.Costs`."""
 
     def __init__(self, seconds: Costs, power: PhasePower, *, slowdown: float | None = None) -> None:
-        """`slowdown`: the most time per token that fewer joules may cost, for `time_bound.TimeBound`; None: any."""
+        """`slowdown`: the most time per token that fewer joules may cost, for `TimeBound`; None: any."""
         self.seconds, self._power, self.slowdown = seconds, power, slowdown
         # What a joule counts, and the price of time in watts; without the first, time alone counts.
         self.weights = 1.0, 0.0

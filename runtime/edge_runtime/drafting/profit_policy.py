@@ -137,7 +137,7 @@ class _StepRule:
 class Profit:
     """Implements `policies.DraftLengthPolicy` for the requests of one session; each request profits from the ones before.
 
-    Where drafting does not seem to pay, it asks now and then: it drafts and verifies a few tokens all the same (`ask_schedule`). Where rows
+    Where drafting does not seem to pay, it asks now and then: it drafts and verifies a few tokens all the same (`AskSchedule`). Where rows
     are dear it makes a shadow draft instead: one token is drafted, not verified, and compared with the token that plain decoding emits.
     """
 

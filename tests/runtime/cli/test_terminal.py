@@ -42,6 +42,7 @@ def test_markdown_is_painted(text, shown):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.text(alphabet="ab `*#-\n", max_size=6), max_size=12))
+@example(pieces=["    ", "- "])
 def test_pieces_do_not_matter_and_no_letter_is_lost(pieces):
     whole = painted("".join(pieces))
     assert painted(*pieces) == whole
