@@ -45,6 +45,7 @@ from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted, matrix_kind
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT
 from edge_export.quantization.llama_quantize import importance_matrix, quantize_gguf
+from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.bundle.gguf_types import QUANTIZATIONS
 from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE
 
@@ -182,17 +183,16 @@ def measured_importance(folder: Path, keep: Path, pieces: int, threads: int) -> 
 
 def llama_quantize(source: Path, destination: Path, kind: str, threads: int, importance: Importance | None) -> None:
     """llama.cpp's own quantizer with its own mix of types, as llama-quantize calls it. Raises ClickException if it fails."""
-    import llama_cpp.llama_cpp as api
-
-    silent = api.llama_log_callback(lambda *_: None)
-    api.llama_log_set(silent, ctypes.c_void_p(0))
+    library = llama_library()
+    api = library.api
+    library.log.clear()
     parameters = api.llama_model_quantize_default_params()
     parameters.ftype, parameters.nthread = QUANTIZATIONS[kind].file_type, threads
     if importance is not None:
         matrix = importance_matrix(api, importance.values)
         parameters.imatrix = ctypes.cast(matrix, ctypes.POINTER(api.llama_model_imatrix_data))
     if api.llama_model_quantize(bytes(source), bytes(destination), ctypes.byref(parameters)):
-        raise click.ClickException(f"llama.cpp could not quantize to {kind}")
+        raise click.ClickException(f"llama.cpp could not quantize to {kind}{library.quoted_error()}")
 
 
 def gguf_ways(checkpoint: Checkpoint, importance: Importance, keep: Path, threads: int) -> Iterator[Way]:
