@@ -211,8 +211,8 @@ def measure_threads(
 ) -> ThreadTimes:
     """Times each phase with each number of `candidates`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
 
-    The first round warms up; of the others, at least MIN_ROUNDS, the lower quartile counts: other processes only add time. `report` gets
-    the share of the work that is done.
+    The first round warms up; of the others, at least MIN_THREAD_ROUNDS, the lower quartile counts: other processes only add time.
+    `report` gets the share of the work that is done.
     """
     counts = sorted({n for numbers in candidates.values() for n in numbers})
     timings: dict[tuple[Phase, int], list[float]] = {}

@@ -166,10 +166,12 @@ def _trained_context(bundle: Bundle) -> int | None:
     """Returns the target's max_position_embeddings, which its GGUF file has as gemma4.context_length; None in a bundle without one."""
     if not bundle.has("target", "gguf"):
         return None
-    with contextlib.suppress(BackendError):  # a session on the ONNX graphs does not need the file
-        trained = check_gguf(bundle.path("target", "gguf")).keys.get(f"{TARGET}.context_length")
-        return trained if isinstance(trained, int) else None
-    return None
+    try:
+        header = check_gguf(bundle.path("target", "gguf"))
+    except BackendError:  # a session on the ONNX graphs does not need the file
+        return None
+    trained = header.keys.get(f"{TARGET}.context_length")
+    return trained if isinstance(trained, int) else None
 
 
 def _open_socket(options: ServeOptions) -> socket.socket:

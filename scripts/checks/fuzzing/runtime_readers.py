@@ -101,7 +101,7 @@ READERS = (
     Reader(name="npy-table", make=from_file("table.npy", _numpy_table)),
     Reader(
         name="chat-file",
-        make=from_file("chat.json", lambda path: chat.load_chat(path)),
+        make=from_file("chat.json", chat.load_chat),
         structured=True,
         memory_factor=PARSED,
     ),

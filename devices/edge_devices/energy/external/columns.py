@@ -53,10 +53,11 @@ _NOT_POWER = ("schein", "blind")  # apparent and reactive
 # Words of other quantities, extremes, thresholds, and energy that flows the other way.
 _OTHERS = frozenset(
     (
-        *("d", "dp", "dn", "min", "max", "peak", "record", "minimum", "maximum", "std", "stdev", "stddev", "deviation", "variance"),
-        *("count", "resistance", "temp", "temperature", "capacity", "ripple", "reactive", "apparent", "aprt", "factor", "cost", "shunt"),
-        *("frequency", "limit", "tdp", "target", "threshold", "alarm", "rated", "nominal", "set", "setpoint", "budget", "state", "status"),
-        *("on", "off", "returned", "return", "ret", "export", "exported", "yesterday"),
+        *("d", "dp", "dn", "resistance", "temp", "temperature", "capacity", "ripple", "reactive", "apparent", "aprt", "factor", "cost"),
+        *("shunt", "frequency"),
+        *("min", "max", "peak", "record", "minimum", "maximum", "std", "stdev", "stddev", "deviation", "variance", "count"),
+        *("limit", "tdp", "target", "threshold", "alarm", "rated", "nominal", "set", "setpoint", "budget", "state", "status", "on", "off"),
+        *("returned", "return", "ret", "export", "exported", "yesterday"),
     )
 )
 _SECOND_LINES = frozenset(("usb", "aux"))  # beside the supply: taken where nothing else is there
