@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
+from edge_runtime.backends.llama.drafter import LlamaKernelDrafter
 from edge_runtime.config.settings import CONFIG_NAME, read_config
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.session.monitor import MonitorOptions

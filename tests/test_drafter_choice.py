@@ -50,7 +50,7 @@ def test_the_split_drafter_is_taken_where_there_is_one(folder: Path) -> None:
 
 
 def test_without_the_row_kernels_llama_cpp_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edge_runtime.backends.llama.kernel_drafter.is_switched_on", lambda: False)
+    monkeypatch.setattr("edge_runtime.backends.llama.drafter.is_switched_on", lambda: False)
     assert drafter_opened(open_bundle(folder), None) == "dense"
     with open_session(folder, threads=1) as session:
         assert (session.drafter_kind, type(session.drafter)) == ("dense", LlamaDrafter)

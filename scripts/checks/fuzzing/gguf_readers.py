@@ -134,8 +134,7 @@ def _model(folder: Path, bundle: Path | None) -> Read:
 
 def _drafter(folder: Path, bundle: Path | None) -> Read:
     """The drafters with the dense head on a sound target's cache, opened and used for a draft: the kernels' own, then llama.cpp's."""
-    from edge_runtime.backends.llama.drafter import LlamaDrafter
-    from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
+    from edge_runtime.backends.llama.drafter import LlamaDrafter, LlamaKernelDrafter
     from edge_runtime.backends.llama.target import LlamaTarget
 
     assert bundle is not None

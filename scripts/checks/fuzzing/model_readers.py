@@ -32,7 +32,7 @@ def opened_bundle(bundle: Path | None) -> Bundle:
 
 
 def _mapped_head(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.llama.kernel_drafter import read_head
+    from edge_runtime.backends.llama.drafter import read_head
 
     path = folder / "head.gguf"
 

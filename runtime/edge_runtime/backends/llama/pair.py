@@ -9,8 +9,7 @@ from pathlib import Path
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.drafter import LlamaDrafter
-from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter, kernels_draft
+from edge_runtime.backends.llama.drafter import LlamaDrafter, LlamaKernelDrafter, kernels_draft
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.calibration.first_use import ThreadCounts

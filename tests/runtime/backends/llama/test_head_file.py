@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama.kernel_drafter import HeadWeights, read_head
+from edge_runtime.backends.llama.drafter import HeadWeights, read_head
 from edge_runtime.errors import BackendError
 from tiny_head import KEYS, SIZES, TOP, VOCABULARY, head_arrays, write_head_file, write_tensors
 

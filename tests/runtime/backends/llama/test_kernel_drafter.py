@@ -14,8 +14,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.llama.context import LlamaOptions
-from edge_runtime.backends.llama.drafter import LlamaDrafter
-from edge_runtime.backends.llama.kernel_drafter import LlamaKernelDrafter
+from edge_runtime.backends.llama.drafter import LlamaDrafter, LlamaKernelDrafter
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.errors import BackendError, RequestError

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.backends.llama import kernel_drafter
-from edge_runtime.backends.llama.kernel_drafter import MappedGguf, MappedTensor
+from edge_runtime.backends.llama import drafter as kernel_drafter
+from edge_runtime.backends.llama.drafter import MappedGguf, MappedTensor
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
 from edge_runtime.errors import BackendError
 
