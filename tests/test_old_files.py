@@ -25,7 +25,7 @@ from edge_runtime.bundle.manifest import RuntimeSettings
 from edge_runtime.config.settings import defaults, read_config
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.session.chat import load_chat
-from edge_runtime.session.kv_state_file import SegmentFile
+from edge_runtime.session.prompt_cache import SegmentFile
 
 OLD = Path(__file__).parent / "data" / "old"
 

@@ -40,10 +40,9 @@ from edge_runtime.planning.memory import memory_bytes
 from edge_runtime.planning.speed import computed_costs
 from edge_runtime.session.batch import Sessions
 from edge_runtime.session.cache_claim import CacheClaim
-from edge_runtime.session.kv_state_file import row_facts
 from edge_runtime.session.load_options import LoadOptions, with_keywords
 from edge_runtime.session.monitor import Monitor, MonitorOptions
-from edge_runtime.session.prompt_cache import PromptCache
+from edge_runtime.session.prompt_cache import PromptCache, row_facts
 from edge_runtime.session.self_checks import CHECKS, DeviceCheck, answers, compared, is_rounded
 from edge_runtime.session.session import Session, SessionParts, rate_with
 

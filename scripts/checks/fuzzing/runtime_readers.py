@@ -21,7 +21,7 @@ from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.server.requests.ollama import read_ollama_chat
 from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session import chat
-from edge_runtime.session.kv_state_file import SegmentFile
+from edge_runtime.session.prompt_cache import SegmentFile
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
 from fuzzing.stand_ins import DUMMIES, make_weights
 

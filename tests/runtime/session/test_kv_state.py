@@ -13,8 +13,8 @@ import pytest
 
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows
-from edge_runtime.session.kv_state_file import MAGIC, RowSegment, SegmentFile, write_segment
 from edge_runtime.session.open import open_session
+from edge_runtime.session.prompt_cache import MAGIC, RowSegment, SegmentFile, write_segment
 from edge_runtime.session.session import Session
 
 # The pair's sliding window is 128 tokens.

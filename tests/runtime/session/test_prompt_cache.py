@@ -22,9 +22,8 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows
 from edge_runtime.server.serve import client_names
 from edge_runtime.session import prompt_cache
-from edge_runtime.session.kv_state_file import RowSegment
 from edge_runtime.session.open import open_session, open_sessions
-from edge_runtime.session.prompt_cache import MAX_TOKENS, MIN_TOKENS, PromptCache, segments, shrink
+from edge_runtime.session.prompt_cache import MAX_TOKENS, MIN_TOKENS, PromptCache, RowSegment, segments, shrink
 from edge_runtime.session.session import Session
 
 PaysFrom = Callable[[float], None]
