@@ -21,7 +21,7 @@ USES = {
     "exporter/edge_export/pipeline/export.py": "label of a manifest",
     "runtime/edge_bench/cli/devices.py": "name of a run",
     "runtime/edge_bench/measure/benchmark.py": "label of a record, whose note states jumps",
-    "runtime/edge_runtime/bundle/integrity.py": "a file from the future is hashed again",
+    "runtime/edge_runtime/bundle/bundle.py": "a file from the future is hashed again",
     "runtime/edge_runtime/calibration/measured.py": "a provisional value is measured again after ten minutes, whichever way they went",
     "runtime/edge_runtime/server/responses/ollama.py": "label of an answer",
     "runtime/edge_runtime/server/responses/openai.py": "label of an answer",

@@ -22,7 +22,7 @@ from typing import Any
 from edge_devices.files.atomic_write import clear_stale, locked, stale_of, temporary_of
 from edge_export.checkpoint.safetensors import read_json_object
 from edge_export.errors import CheckpointError, ExportError
-from edge_runtime.bundle.integrity import SIGNATURE_NAME
+from edge_runtime.bundle.bundle import SIGNATURE_NAME
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.config.settings import CONFIG_NAME
 

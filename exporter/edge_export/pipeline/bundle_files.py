@@ -20,7 +20,8 @@ from edge_export.checkpoint.weight_formats import SIZES
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.keys import GENERATION_NAME, gguf_name, read_generation
 from edge_export.output import BundlePart
-from edge_runtime.bundle import integrity
+from edge_runtime.bundle.bundle import SIGNATURE_NAME
+from edge_runtime.bundle.bundle import read_signing_key as read_key
 from edge_runtime.bundle.gguf_header import read_gguf_header
 from edge_runtime.bundle.manifest import (
     MAX_DRAFT_LENGTH,
@@ -295,11 +296,11 @@ def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeC
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Returns the private key in a PEM file without a password. Raises ExportError if it is none, before anything is made."""
     try:
-        return integrity.read_signing_key(path)
+        return read_key(path)
     except EdgeRuntimeError as error:
         raise ExportError(str(error)) from error
 
 
 def sign_manifest(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
     """Writes the signature of these bytes beside them."""
-    (folder / integrity.SIGNATURE_NAME).write_bytes(base64.b64encode(key.sign(manifest)) + b"\n")
+    (folder / SIGNATURE_NAME).write_bytes(base64.b64encode(key.sign(manifest)) + b"\n")

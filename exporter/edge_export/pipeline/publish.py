@@ -14,8 +14,7 @@ from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.hub_client import Repository, hub_errors, upload_files
 from edge_export.errors import CheckpointError, ExportError
 from edge_export.output import CARD_NAME, MODELFILE_NAME, PRESET_NAME
-from edge_runtime.bundle.bundle import Quality, exported_quality, hub_repository, open_bundle
-from edge_runtime.bundle.integrity import SIGNATURE_NAME
+from edge_runtime.bundle.bundle import SIGNATURE_NAME, Quality, exported_quality, hub_repository, open_bundle
 from edge_runtime.bundle.manifest import FIGURES_OF, MANIFEST_NAME, MEDIA_ENCODER, BundleFile, Manifest, files_key
 from edge_runtime.config.settings import CONFIG_NAME
 

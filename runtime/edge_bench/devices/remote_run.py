@@ -26,8 +26,7 @@ from edge_devices.transports.base import Transport, prepare_folder
 from edge_devices.transports.file_sync import pull_file, push_file, push_tree, retried
 from edge_devices.transports.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.waiting import Report
-from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.integrity import SIGNATURE_NAME, CheckMode
+from edge_runtime.bundle.bundle import SIGNATURE_NAME, CheckMode, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME
 from edge_runtime.config.settings import CONFIG_NAME
 from edge_runtime.errors import RequestError

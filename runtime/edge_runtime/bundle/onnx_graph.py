@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from edge_devices.files.protobuf_wire import WireError
-from edge_runtime.bundle.integrity import read_part
+from edge_runtime.bundle.bundle import read_part
 from edge_runtime.bundle.onnx_file import (
     LARGEST,
     MAX_DIMENSIONS,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.errors import errors_as
-from edge_runtime.bundle.integrity import read_part
+from edge_runtime.bundle.bundle import read_part
 from edge_runtime.errors import BundleError
 
 # Gemma's have 33 MB.

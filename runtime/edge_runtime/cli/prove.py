@@ -15,7 +15,7 @@ from edge_devices.files.atomic_write import atomic_write
 from edge_devices.machine.facts import read_machine
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
-from edge_runtime.bundle.integrity import read_signing_key, sign_file
+from edge_runtime.bundle.bundle import read_signing_key, sign_file
 from edge_runtime.cli.demo import MESSAGES, TEXTS
 from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
 from edge_runtime.decoding.sampling import SamplingParams, sampling_sentence

@@ -14,8 +14,8 @@ from edge_devices.machine.facts import MAX_THREADS
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind
+from edge_runtime.bundle.bundle import CheckMode
 from edge_runtime.bundle.gguf_types import KvType
-from edge_runtime.bundle.integrity import CheckMode
 from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.energy_objective import PhasePower, PowerSource
 from edge_runtime.drafting.policies import DrafterKind
@@ -44,7 +44,7 @@ class LoadOptions:
         kv_type: Type of the K/V rows: f16, q8_0 or q4_0 (llama.cpp).
         memory_limit: Bytes, or a text such as "2GB": what would take more is refused before it is loaded. None compares with the memory
             that is available on the machine (llama.cpp).
-        check: How thoroughly files are compared with the manifest: fast, full or none (`integrity`).
+        check: How thoroughly files are compared with the manifest: fast, full or none (`bundle.CheckMode`).
         public_key: PEM file of the Ed25519 key that must have signed the bundle.
         notify: Called with a sentence about slow steps, such as a measurement.
         waiting: Shows waits of seconds: called with what is done, returns a context manager whose value is called with the share that is

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edge_devices.errors import errors_as
-from edge_runtime.bundle.bundle import Bundle
-from edge_runtime.bundle.integrity import read_part
+from edge_runtime.bundle.bundle import Bundle, read_part
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Vocabulary
 from edge_runtime.text.template.renderer import Renderer, TemplateError

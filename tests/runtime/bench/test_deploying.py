@@ -12,7 +12,7 @@ from edge_bench.devices import remote_run
 from edge_bench.devices.remote_run import RemoteRequest, deploy
 from edge_devices.errors import EdgeError
 from edge_devices.machine.device_package import read_package
-from edge_runtime.bundle.integrity import CheckMode
+from edge_runtime.bundle.bundle import CheckMode
 from local_transport import LocalTransport
 from stub_package import stub_bundle, stub_package
 

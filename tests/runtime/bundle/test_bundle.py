@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from edge_devices.files.typed_json import from_json
-from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.integrity import CHECK_MODES
+from edge_runtime.bundle.bundle import CHECK_MODES, open_bundle
 from edge_runtime.bundle.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,

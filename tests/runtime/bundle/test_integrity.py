@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_runtime.bundle import integrity
-from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.integrity import CHECK_MODES, SAMPLE_BYTES, SAMPLES, is_intact, read_part, samples_of
+from edge_runtime.bundle import bundle
+from edge_runtime.bundle.bundle import CHECK_MODES, SAMPLE_BYTES, SAMPLES, is_intact, open_bundle, read_part, samples_of
 from edge_runtime.bundle.manifest import with_hash
 from edge_runtime.errors import BundleError
 
@@ -49,7 +48,7 @@ def make_bundle(folder: Path, size: int = 300) -> Path:
 def settle(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 3) -> None:
     """The clock stands so long after this moment: by default so long that the files' times are settled."""
     now = time.time_ns() + int(seconds * 10**9)
-    monkeypatch.setattr(integrity.time, "time_ns", lambda: now)
+    monkeypatch.setattr(bundle.time, "time_ns", lambda: now)
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:
@@ -104,8 +103,8 @@ def test_swapped_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes the files that are hashed whole from now on."""
     observed: list[str] = []
-    own = integrity.sha256_of
-    monkeypatch.setattr(integrity, "sha256_of", lambda path: observed.append(path.name) or own(path))
+    own = bundle.sha256_of
+    monkeypatch.setattr(bundle, "sha256_of", lambda path: observed.append(path.name) or own(path))
     return observed
 
 
@@ -153,10 +152,10 @@ def test_samples_spread_from_the_first_byte_to_the_last_see_a_disk_that_changes_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_bundle(tmp_path / "bundle", LARGE) / "target.gguf"
-    sha256 = integrity.sha256_of(path)
+    sha256 = bundle.sha256_of(path)
     settle(monkeypatch)
-    same = integrity._identity(path)
-    monkeypatch.setattr(integrity, "_identity", lambda _: same)  # the system notices nothing
+    same = bundle._identity(path)
+    monkeypatch.setattr(bundle, "_identity", lambda _: same)  # the system notices nothing
     for number in range(SAMPLES):
         place = number * (LARGE - 1) // (SAMPLES - 1)
         assert is_intact(path, sha256, "fast")
@@ -179,7 +178,7 @@ def test_a_file_that_just_changed_is_hashed_again_whatever_its_other_times_say(
     now = time.time_ns() + changed_s * 10**9
     os.utime(path, ns=(now, now))
     observed = hashed(monkeypatch)
-    sha256 = integrity.sha256_of(path)
+    sha256 = bundle.sha256_of(path)
     assert [is_intact(path, sha256, "fast"), is_intact(path, sha256, "fast")] == [True, True]
     assert len(observed) == 3
 
@@ -197,7 +196,7 @@ def test_parts_that_are_too_large_or_cannot_be_read_are_named(tmp_path: Path) ->
 def test_a_damaged_memory_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
     folder = make_bundle(tmp_path / "bundle")
     settle(monkeypatch)
-    path = Path(os.environ["EDGE_MTP_CACHE"]) / integrity.CACHE_NAME
+    path = Path(os.environ["EDGE_MTP_CACHE"]) / bundle.CHECKED_NAME
     path.write_text(memory)
     open_bundle(folder)
     flip(folder / "target.gguf", 5)
@@ -211,6 +210,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     def broken(_: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(integrity, "sha256_of", broken)
+    monkeypatch.setattr(bundle, "sha256_of", broken)
     with pytest.raises(BundleError, match=r"target\.gguf cannot be read \(Input/output error\); check the disk"):
         open_bundle(folder)

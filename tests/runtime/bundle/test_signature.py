@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from edge_runtime.bundle.integrity import check_signature, read_signing_key, sign_file
+from edge_runtime.bundle.bundle import check_signature, read_signing_key, sign_file
 from edge_runtime.errors import BackendError, BundleError
 
 DATA = b"what was signed"

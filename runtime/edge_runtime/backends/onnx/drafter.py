@@ -19,7 +19,7 @@ from edge_runtime.backends.onnx.devices import Call, Graph, SessionOptions, scal
 from edge_runtime.backends.onnx.kv_cache import MAX_ROWS, check_length
 from edge_runtime.backends.onnx.static_target import StaticOrtTarget, small_arrays
 from edge_runtime.backends.onnx.target import GraphTarget, OrtTarget, PairFiles, check_inputs, shared_inputs
-from edge_runtime.bundle.integrity import read_part
+from edge_runtime.bundle.bundle import read_part
 from edge_runtime.bundle.manifest import CacheBuffer, CacheLayout
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tensor, read_graph
 from edge_runtime.errors import BackendError, RequestError
