@@ -46,7 +46,7 @@ from edge_export.quantization.importance import Importance, SecondMoments, fitte
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT
 from edge_export.quantization.llama_quantize import importance_matrix, quantize_gguf
 from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS
+from edge_runtime.bundle.gguf_header import QUANTIZATIONS
 from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE
 
 Floats = NDArray[np.float32]

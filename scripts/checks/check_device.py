@@ -29,7 +29,7 @@ from edge_export.onnx.request import OnnxRequest, OnnxWeights
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.selection import BackendKind
-from edge_runtime.bundle.gguf_types import OFFERED
+from edge_runtime.bundle.gguf_header import OFFERED
 from edge_runtime.cli.demo import TEXTS
 from edge_runtime.config.schema import SpeculativeConfig, TuningConfig
 from edge_runtime.errors import BackendError, RequestError

@@ -30,7 +30,7 @@ from edge_export.parity.reference import Reference
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.selection import BackendKind
-from edge_runtime.bundle.gguf_types import OFFERED
+from edge_runtime.bundle.gguf_header import OFFERED
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.session.open import open_session
 from edge_runtime.session.self_checks import check_lossless

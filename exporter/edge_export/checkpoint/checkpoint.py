@@ -51,8 +51,7 @@ from edge_export.checkpoint.weight_formats import (
 )
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle import gguf_header
-from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, TensorInfo
-from edge_runtime.bundle.gguf_types import TYPE_NUMBERS, quantization_name
+from edge_runtime.bundle.gguf_header import TYPE_NUMBERS, GgufHeader, LongArray, TensorInfo, quantization_name
 
 MAX_CONFIG_BYTES = 8 << 20
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")

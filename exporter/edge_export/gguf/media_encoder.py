@@ -31,7 +31,7 @@ from edge_export.checkpoint.weight_formats import BLOCK
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import Entry, encoder_name
 from edge_export.gguf.writer import GgufPlan, GgufTensor, array_tensor, float_tensor, header_of
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS
+from edge_runtime.bundle.gguf_header import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
 # Groups of `Checkpoint.left_out`.

@@ -30,8 +30,7 @@ from edge_export.gguf.keys import (
     unfit_values,
     vocabulary_entries,
 )
-from edge_runtime.bundle.gguf_header import TensorInfo
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS
+from edge_runtime.bundle.gguf_header import QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, TensorInfo
 
 # Weights that lie on the grid of q4_0 (see checkpoint/weight_formats.py) are written as such without loss, other matrices then as q8_0.
 

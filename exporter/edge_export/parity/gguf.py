@@ -23,7 +23,7 @@ from edge_export.parity.comparison import (
     measure_media_parity,
 )
 from edge_export.parity.reference import MIN_CONTEXT, TEXT, Reference, Rows, Rowset, why_not
-from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS
+from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.media.soft_rows import Media
 

@@ -45,7 +45,7 @@ from edge_export.quantization.importance import Importance
 from edge_export.quantization.importance_sources import CALIBRATION_TEXT, LAYERS_FILE, calibrated_by_default, importance_of_pair
 from edge_export.quantization.llama_quantize import DIRECT, check_quantization, library_version
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS
+from edge_runtime.bundle.gguf_header import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
 from edge_runtime.config.settings import CONFIG_NAME, config_text
 

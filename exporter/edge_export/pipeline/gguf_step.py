@@ -25,8 +25,7 @@ from edge_export.quantization.compensated_gguf import compensate_gguf
 from edge_export.quantization.importance import Importance, matrix_kind
 from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
 from edge_runtime.bundle.gguf_gemma4 import check_header
-from edge_runtime.bundle.gguf_header import GgufError, parse_gguf_header
-from edge_runtime.bundle.gguf_types import QUANTIZATIONS
+from edge_runtime.bundle.gguf_header import QUANTIZATIONS, GgufError, parse_gguf_header
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.errors import BackendError
 

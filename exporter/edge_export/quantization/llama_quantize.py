@@ -23,7 +23,7 @@ from edge_devices.children.running import run_child
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import ExportError
 from edge_export.quantization.importance import Importance
-from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS, TYPE_NUMBERS
+from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TYPE_NUMBERS
 
 # Written by our own converter, without llama.cpp.
 DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}

@@ -17,7 +17,7 @@ from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.machine.facts import MAX_THREADS
 from edge_devices.option_fields import OPTION, option, spelling
-from edge_runtime.bundle.gguf_types import KV_TYPES, KvType
+from edge_runtime.bundle.gguf_header import KV_TYPES, KvType
 from edge_runtime.drafting.policies import DEFAULT_POLICY, DRAFTER_KINDS, DrafterKind
 from edge_runtime.errors import RequestError
 from edge_runtime.media.encoder_inputs import BUDGETS

@@ -16,7 +16,7 @@ from edge_bench.measure.request import Prompt
 from edge_bench.measure.runners import session_for, start
 from edge_devices.energy.protocol import Work, Workload
 from edge_devices.energy.windows import ENCODE, PREFILL
-from edge_runtime.bundle.gguf_types import DEFAULT_KV_TYPE, KV_TYPES, KvType
+from edge_runtime.bundle.gguf_header import DEFAULT_KV_TYPE, KV_TYPES, KvType
 from edge_runtime.decoding.quality import read_reference, row_figures, write_reference
 from edge_runtime.drafting.policies import Fixed
 from edge_runtime.errors import RequestError

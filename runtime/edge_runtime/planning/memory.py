@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edge_devices.machine.memory import byte_text
-from edge_runtime.bundle.gguf_types import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
+from edge_runtime.bundle.gguf_header import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
 from edge_runtime.bundle.manifest import (
     AUDIO_ENCODER,
     MEDIA_ENCODER,

@@ -16,7 +16,7 @@ from typing import Any
 
 from edge_devices.machine.memory import byte_text
 from edge_runtime.bundle.bundle import exported_quality
-from edge_runtime.bundle.gguf_types import KvType, check_kv_type, row_bytes
+from edge_runtime.bundle.gguf_header import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize
 from edge_runtime.config.settings import LONGEST
 from edge_runtime.drafting.cost_model import MAX_ROWS, MeasuredCosts

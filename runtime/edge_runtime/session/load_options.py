@@ -15,7 +15,7 @@ from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind
 from edge_runtime.bundle.bundle import CheckMode
-from edge_runtime.bundle.gguf_types import KvType
+from edge_runtime.bundle.gguf_header import KvType
 from edge_runtime.config.schema import MAX_CONTEXT, PRESET_NAMES, SpeculativeConfig
 from edge_runtime.drafting.energy_objective import PhasePower, PowerSource
 from edge_runtime.drafting.policies import DrafterKind

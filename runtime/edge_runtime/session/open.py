@@ -28,7 +28,7 @@ from edge_runtime.backends.selection import (
     measured_rates,
 )
 from edge_runtime.bundle.bundle import degradation, first_time, open_bundle
-from edge_runtime.bundle.gguf_types import DEFAULT_KV_TYPE
+from edge_runtime.bundle.gguf_header import DEFAULT_KV_TYPE
 from edge_runtime.calibration.first_use import MeasuredPair, PairCosts, ThreadCounts, on_best_threads
 from edge_runtime.calibration.measured import AcceptanceCache, exported_counts, without_repeats
 from edge_runtime.config.settings import load_settings

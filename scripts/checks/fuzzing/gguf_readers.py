@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edge_runtime.bundle.gguf_header import GgufHeader, read_gguf_header
-from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+from edge_runtime.bundle.gguf_header import TENSOR_TYPES, GgufHeader, read_gguf_header
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.media.encoder_inputs import Image
 from fuzzing.model_readers import TEXTS, opened_bundle

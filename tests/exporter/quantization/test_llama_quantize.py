@@ -15,7 +15,7 @@ from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
 from edge_export.quantization import llama_quantize as quantize
 from edge_export.quantization.llama_quantize import DIRECT, check_quantization, quantize_gguf
-from edge_runtime.bundle.gguf_types import OFFERED, QUANTIZATIONS, TENSOR_TYPES
+from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TENSOR_TYPES
 
 pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
 Folders = Callable[[str], Path]

@@ -8,7 +8,7 @@ import pytest
 from edge_bench.measure.sweeps import measure_kv_types
 from edge_bench.report.tables import kv_table
 from edge_runtime.backends.llama.loader import llama_library
-from edge_runtime.bundle.gguf_types import KV_TYPES, KvType
+from edge_runtime.bundle.gguf_header import KV_TYPES, KvType
 from edge_runtime.errors import RequestError
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session

@@ -6,7 +6,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_runtime.bundle.gguf_types import MIXED, OFFERED, QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, quantization_name
+from edge_runtime.bundle.gguf_header import MIXED, OFFERED, QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, quantization_name
 
 
 @pytest.mark.parametrize("number", TENSOR_TYPES)

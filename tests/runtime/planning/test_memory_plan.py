@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edge_runtime.bundle.bundle import open_bundle
-from edge_runtime.bundle.gguf_types import KV_TYPES, check_kv_type, row_bytes
+from edge_runtime.bundle.gguf_header import KV_TYPES, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import LayerCache
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.planning.memory import (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from edge_runtime.bundle.gguf_types import KvType
+from edge_runtime.bundle.gguf_header import KvType
 from edge_runtime.cli.run import main
 from edge_runtime.cli.terminal import History, history_file
 from edge_runtime.errors import RequestError

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.loader import handed, load_library, variant
-from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+from edge_runtime.bundle.gguf_header import TENSOR_TYPES
 from edge_runtime.errors import BackendError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue, StopNumbers, StopRule
 

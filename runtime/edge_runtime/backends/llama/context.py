@@ -16,8 +16,7 @@ from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.kernels.ggml import failure_check
 from edge_runtime.backends.llama.loader import LlamaLibrary, llama_library, offloaded_to
 from edge_runtime.bundle.gguf_gemma4 import check_model, owned_rows
-from edge_runtime.bundle.gguf_header import GgufHeader
-from edge_runtime.bundle.gguf_types import DEFAULT_KV_TYPE, KV_TYPES, TENSOR_TYPES, TYPE_NUMBERS, KvType
+from edge_runtime.bundle.gguf_header import DEFAULT_KV_TYPE, KV_TYPES, TENSOR_TYPES, TYPE_NUMBERS, GgufHeader, KvType
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows

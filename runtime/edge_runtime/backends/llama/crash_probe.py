@@ -25,7 +25,7 @@ from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import library_version, llama_library, system_info
 from edge_runtime.bundle.gguf_gemma4 import check_gguf
-from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+from edge_runtime.bundle.gguf_header import TENSOR_TYPES
 from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError
 

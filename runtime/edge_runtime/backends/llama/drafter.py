@@ -27,8 +27,7 @@ from edge_runtime.backends.llama.context import (
 from edge_runtime.backends.llama.loader import LlamaLibrary, declare, llama_library
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget
 from edge_runtime.bundle.gguf_gemma4 import DRAFTER, check_gguf, check_model, rows_read
-from edge_runtime.bundle.gguf_header import GgufHeader
-from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+from edge_runtime.bundle.gguf_header import TENSOR_TYPES, GgufHeader
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftRequest, DraftSampler, ShouldContinue
 

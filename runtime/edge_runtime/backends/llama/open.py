@@ -23,7 +23,7 @@ from edge_runtime.backends.llama.loader import (
 )
 from edge_runtime.backends.llama.memory_trial import try_in_child
 from edge_runtime.backends.llama.pair import LlamaSequenceBatch, drafter_opened, open_with_drafter
-from edge_runtime.bundle.gguf_types import DEFAULT_KV_TYPE, check_kv_type
+from edge_runtime.bundle.gguf_header import DEFAULT_KV_TYPE, check_kv_type
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.drafting.policies import is_model
 from edge_runtime.errors import BackendError, RequestError

@@ -14,7 +14,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.bundle.gguf_types import KvType
+from edge_runtime.bundle.gguf_header import KvType
 from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.session.generation import Generation
 from edge_runtime.session.open import open_session, open_sessions

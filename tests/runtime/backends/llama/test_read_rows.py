@@ -19,7 +19,7 @@ pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 from edge_runtime.backends.llama.context import Batch, LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaSequence, LlamaTarget, Rows
-from edge_runtime.bundle.gguf_types import KvType
+from edge_runtime.bundle.gguf_header import KvType
 from edge_runtime.interfaces import KvRows
 from row_calls import unread_rows
 

@@ -21,7 +21,7 @@ from edge_runtime.backends.kernels.loader import VARIABLE, load_library
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
-from edge_runtime.bundle.gguf_types import TENSOR_TYPES
+from edge_runtime.bundle.gguf_header import TENSOR_TYPES
 from row_calls import GGUF_BLOCKS
 
 KERNELS = load_library()
