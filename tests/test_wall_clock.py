@@ -23,9 +23,9 @@ USES = {
     "runtime/edge_bench/measure/benchmark.py": "label of a record, whose note states jumps",
     "runtime/edge_runtime/bundle/bundle.py": "a file from the future is hashed again",
     "runtime/edge_runtime/calibration/measured.py": "a provisional value is measured again after ten minutes, whichever way they went",
-    "runtime/edge_runtime/server/responses/ollama.py": "label of an answer",
-    "runtime/edge_runtime/server/responses/openai.py": "label of an answer",
-    "runtime/edge_runtime/server/responses/responses_api.py": "label of an answer",
+    "runtime/edge_runtime/server/apis/ollama.py": "label of an answer",
+    "runtime/edge_runtime/server/apis/openai.py": "label of an answer",
+    "runtime/edge_runtime/server/apis/responses_api.py": "label of an answer",
     "runtime/edge_runtime/session/monitor.py": "label of a record",
     "runtime/edge_runtime/text/template/environment.py": "a template asks for the date",
 }

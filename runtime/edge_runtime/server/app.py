@@ -13,6 +13,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from edge_runtime.errors import RequestError
+from edge_runtime.server.apis.messages_api import MessagesFormat, read_message
+from edge_runtime.server.apis.ollama import OllamaFormat, read_ollama_chat, read_ollama_generate
+from edge_runtime.server.apis.openai import ChatFormat, CompletionFormat
+from edge_runtime.server.apis.response_format import ResponseFormat, encoded, energy_metrics, energy_totals, timings, usage_line
+from edge_runtime.server.apis.responses_api import ResponsesFormat, read_response
 from edge_runtime.server.engine.idle import WorkerOnDemand
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import ApiError, form_for, to_api_error
@@ -23,14 +28,6 @@ from edge_runtime.server.http.page import page
 from edge_runtime.server.json_text import Json
 from edge_runtime.server.model_card import OLLAMA_VERSION, ModelCard
 from edge_runtime.server.requests.completions import ApiRequest, read_chat, read_completion, read_detokenize, read_tokenize, wants_special
-from edge_runtime.server.requests.messages_api import read_message
-from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
-from edge_runtime.server.requests.responses_api import read_response
-from edge_runtime.server.responses.messages_api import MessagesFormat
-from edge_runtime.server.responses.ollama import OllamaFormat
-from edge_runtime.server.responses.openai import ChatFormat, CompletionFormat
-from edge_runtime.server.responses.response_format import ResponseFormat, encoded, energy_metrics, energy_totals, timings, usage_line
-from edge_runtime.server.responses.responses_api import ResponsesFormat
 from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, check_logprobs, result_of, unless_disconnected
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
 

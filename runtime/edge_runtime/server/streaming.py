@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from edge_runtime.server.apis.response_format import ChoiceAnswer, ResponseFormat, UsageCount
 from edge_runtime.server.engine.jobs import Failed, Finished, Output, Started, StreamEvent
 from edge_runtime.server.engine.worker import Worker
 from edge_runtime.server.errors import invalid, to_api_error
 from edge_runtime.server.json_text import Json
 from edge_runtime.server.requests.completions import ApiRequest
-from edge_runtime.server.responses.response_format import ChoiceAnswer, ResponseFormat, UsageCount
 from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.text.channels import Event
 

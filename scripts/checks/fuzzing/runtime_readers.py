@@ -15,11 +15,11 @@ from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.calibration.first_use import COSTS
 from edge_runtime.config.settings import read_config
 from edge_runtime.drafting.energy_objective import read_phase_power
+from edge_runtime.server.apis.ollama import read_ollama_chat
+from edge_runtime.server.apis.responses_api import read_response
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http.body import parse_json
 from edge_runtime.server.requests.completions import read_chat, read_completion
-from edge_runtime.server.requests.ollama import read_ollama_chat
-from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.session import chat
 from edge_runtime.session.prompt_cache import SegmentFile
 from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file

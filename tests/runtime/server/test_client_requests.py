@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from chat_server import CHAT, HI, Scripted, scripted_server, send
+from edge_runtime.server.apis.ollama import read_ollama_chat
+from edge_runtime.server.apis.responses_api import read_response
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import read_chat, read_completion
-from edge_runtime.server.requests.ollama import read_ollama_chat
-from edge_runtime.server.requests.responses_api import read_response
 
 LONG = "A stack is a list whose last item is taken first, ### and more."
 READ: Any = {

@@ -12,14 +12,14 @@ import pytest
 
 from chat_server import CHAT, Held, scripted_server, send
 from edge_runtime.server import app, streaming
+from edge_runtime.server.apis.response_format import Written, encoded
+from edge_runtime.server.apis.responses_api import MAX_REPEATED, ResponsesFormat
 from edge_runtime.server.engine.prompts import MAX_CHARACTERS
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.http import body as http_body
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES, PIECE, count_values
 from edge_runtime.server.requests.completions import MAX_PREDICTED, read_chat, read_completion
-from edge_runtime.server.responses.response_format import Written, encoded
-from edge_runtime.server.responses.responses_api import MAX_REPEATED, ResponsesFormat
 from polling import wait
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}

@@ -13,11 +13,11 @@ import pytest
 
 from chat_words import CONTROL, FIRST_BYTE, GEMMA_LIKE, ChatWords
 from edge_runtime.errors import RequestError
+from edge_runtime.server.apis.ollama import read_ollama_chat, read_ollama_generate
+from edge_runtime.server.apis.responses_api import read_response
 from edge_runtime.server.engine.prompts import Prompts
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.completions import ApiRequest, Prompt, read_chat, read_completion, read_tokenize
-from edge_runtime.server.requests.ollama import read_ollama_chat, read_ollama_generate
-from edge_runtime.server.requests.responses_api import read_response
 from edge_runtime.text.chat_template import MARK, TURNS_TEMPLATE, ChatTemplate
 
 WORDS = ChatWords()

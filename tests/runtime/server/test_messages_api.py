@@ -12,9 +12,9 @@ import pytest
 from chat_server import CALL, Scripted, scripted_server, send
 from edge_runtime.errors import BackendError
 from edge_runtime.media.soft_rows import MEDIA
+from edge_runtime.server.apis.messages_api import read_message
 from edge_runtime.server.errors import ApiError
 from edge_runtime.server.requests.messages import Conversation
-from edge_runtime.server.requests.messages_api import read_message
 
 MESSAGES = "/v1/messages"
 HI: Any = [{"role": "user", "content": "hi"}]

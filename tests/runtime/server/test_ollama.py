@@ -10,7 +10,7 @@ import pytest
 ollama = pytest.importorskip("ollama", reason="needs edge-mtp[dev]")
 
 from chat_server import CALL, HI, scripted_server
-from edge_runtime.server.requests.ollama import read_ollama_generate
+from edge_runtime.server.apis.ollama import read_ollama_generate
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from edge_runtime.server.engine.jobs import Finished, FinishReason, Output, OutputLogprob
-from edge_runtime.server.errors import ApiError
-from edge_runtime.server.json_text import Json
-from edge_runtime.server.requests.completions import ApiRequest
-from edge_runtime.server.responses.response_format import (
+from edge_runtime.server.apis.response_format import (
     ChatLogprobs,
     ChoiceAnswer,
     CompletionLogprobs,
@@ -22,6 +18,10 @@ from edge_runtime.server.responses.response_format import (
     server_sent,
     timings,
 )
+from edge_runtime.server.engine.jobs import Finished, FinishReason, Output, OutputLogprob
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.json_text import Json
+from edge_runtime.server.requests.completions import ApiRequest
 from edge_runtime.text.channels import Event, Text, Thought
 from edge_runtime.text.tool_calls import CallPiece
 

@@ -1,0 +1,1 @@
+"""A module for each interface: how its requests are read and its answers written."""

@@ -1,1 +1,0 @@
-"""Responses in the formats of the APIs, complete or streamed."""
