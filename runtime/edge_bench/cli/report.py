@@ -17,8 +17,7 @@ from edge_bench.measure.energy import read_energy
 from edge_bench.measure.progress import note
 from edge_bench.measure.records import read_records, trace_lines
 from edge_bench.report.figures import ROWS, Figures, figures
-from edge_bench.report.tables import energy_tables, markdown, print_report, verdict
-from edge_bench.report.text_table import TextTable, print_tables
+from edge_bench.report.tables import TextTable, energy_tables, markdown, print_report, print_tables, verdict
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.external.columns import COLUMNS_HELP
 from edge_devices.energy.report import EnergyReport

@@ -11,8 +11,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from edge_bench.devices.results import DeviceResult
-from edge_bench.report.tables import scope_tables, share
-from edge_bench.report.text_table import Columns, TextTable, table_of
+from edge_bench.report.tables import Columns, TextTable, scope_tables, share, table_of
 from edge_runtime.errors import RequestError
 
 REQUESTS, ENERGY = "requests", "energy"

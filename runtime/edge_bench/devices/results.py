@@ -13,8 +13,21 @@ from typing import Any
 from edge_bench.measure.energy import awaits_table, energy_figures
 from edge_bench.measure.records import PLAIN, Records, read_records
 from edge_bench.report.figures import Figures, Row, figures
-from edge_bench.report.tables import COMPARED, PROMPT_JOULES, PROMPTS, comparison_cells, joules, megabytes, ratio_text, scope_tables, share
-from edge_bench.report.text_table import NONE, Columns, TextTable, table_of
+from edge_bench.report.tables import (
+    COMPARED,
+    NONE,
+    PROMPT_JOULES,
+    PROMPTS,
+    Columns,
+    TextTable,
+    comparison_cells,
+    joules,
+    megabytes,
+    ratio_text,
+    scope_tables,
+    share,
+    table_of,
+)
 from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog, is_energy_log, read_log
 from edge_devices.errors import EdgeError, errors_as

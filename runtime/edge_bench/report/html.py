@@ -12,8 +12,19 @@ from jinja2 import Environment
 from edge_bench.measure.quality import BundleQuality, QualityResult
 from edge_bench.report.figures import Figures
 from edge_bench.report.plots import COLOURS, INK, MARKERS, Plot, all_plots, draw_svg, energy_plots, label_text, legend
-from edge_bench.report.tables import all_tables, energy_tables, machine_line, megabytes, meter_table, notes, share, verdict
-from edge_bench.report.text_table import Columns, TextTable, table_of
+from edge_bench.report.tables import (
+    Columns,
+    TextTable,
+    all_tables,
+    energy_tables,
+    machine_line,
+    megabytes,
+    meter_table,
+    notes,
+    share,
+    table_of,
+    verdict,
+)
 from edge_devices.energy.report import EnergyReport, head_lines
 from edge_devices.energy.run_log import RunLog
 from edge_devices.meters.base import scope_words
