@@ -268,9 +268,8 @@ class Monitor:
         self._window = AcceptanceWindow(options.window, options.warn_above)
         self._token_latencies = Latencies(KEPT_ROUNDS)
         self._first_tokens = Latencies(KEPT_REQUESTS)
-        self._totals: Counter[str] = Counter()
-        self._drafted_at: Counter[int] = Counter()
-        self._accepted_at: Counter[int] = Counter()
+        self._requests: Counter[str] = Counter()  # totals of finished requests
+        self._rounds = DecodeStats()  # totals of all rounds
         self._prefill_seconds = 0.0
         self._events: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -280,13 +279,7 @@ class Monitor:
     def record_round(self, round_done: Round, seconds: float) -> Event | None:
         """Counts a round; returns the warning that it caused, after `on_event` was called with it."""
         with self._lock:
-            totals = self._totals
-            totals["rounds"] += 1
-            totals["tokens"] += len(round_done.tokens)
-            totals["drafted"] += round_done.drafted
-            totals["accepted"] += round_done.accepted
-            self._drafted_at.update(range(round_done.drafted))
-            self._accepted_at.update(range(round_done.accepted))
+            self._rounds.count_round(round_done.drafted, round_done.accepted, len(round_done.tokens))
             self._token_latencies.add(seconds, len(round_done.tokens))
             event = self._window.add(round_done.drafted, round_done.accepted)
         if event is not None:
@@ -305,7 +298,7 @@ class Monitor:
         Raises RequestError if the log cannot be written; the request is counted nevertheless.
         """
         with self._lock:
-            self._totals.update(requests=1, prompt_tokens=stats.prompt_tokens, cached=stats.reused_tokens)
+            self._requests.update(requests=1, prompt_tokens=stats.prompt_tokens, cached=stats.reused_tokens)
             self._prefill_seconds += stats.prefill_seconds
             if stats.rounds:
                 self._first_tokens.add(stats.first_token_seconds)
@@ -343,19 +336,19 @@ class Monitor:
     def prometheus_text(self) -> str:
         """Returns all totals in Prometheus' text format (`CONTENT_TYPE`)."""
         with self._lock:
-            totals, rejection = self._totals, self._window.rejection
+            requests, rounds, rejection = self._requests, self._rounds, self._window.rejection
             return exposition(
                 [
-                    counter("edge_mtp_requests_total", "Finished requests.", totals["requests"]),
-                    counter("edge_mtp_prompt_tokens_total", "Prompt tokens of finished requests.", totals["prompt_tokens"]),
-                    counter("edge_mtp_cached_prompt_tokens_total", "Prompt tokens that were in a cache.", totals["cached"]),
+                    counter("edge_mtp_requests_total", "Finished requests.", requests["requests"]),
+                    counter("edge_mtp_prompt_tokens_total", "Prompt tokens of finished requests.", requests["prompt_tokens"]),
+                    counter("edge_mtp_cached_prompt_tokens_total", "Prompt tokens that were in a cache.", requests["cached"]),
                     counter("edge_mtp_prefill_seconds_total", "Seconds of prefill of finished requests.", self._prefill_seconds),
-                    counter("edge_mtp_tokens_total", "Emitted tokens.", totals["tokens"]),
-                    counter("edge_mtp_rounds_total", "Steps of the model.", totals["rounds"]),
-                    counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", totals["drafted"]),
-                    counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", totals["accepted"]),
-                    _by_position("edge_mtp_drafted_tokens_by_position_total", "Drafted tokens by their place.", self._drafted_at),
-                    _by_position("edge_mtp_accepted_tokens_by_position_total", "Accepted drafts by their place.", self._accepted_at),
+                    counter("edge_mtp_tokens_total", "Emitted tokens.", rounds.tokens),
+                    counter("edge_mtp_rounds_total", "Steps of the model.", rounds.rounds),
+                    counter("edge_mtp_drafted_tokens_total", "Drafted tokens.", rounds.drafted),
+                    counter("edge_mtp_accepted_tokens_total", "Accepted drafted tokens.", rounds.accepted),
+                    _by_position("edge_mtp_drafted_tokens_by_position_total", "Drafted tokens by their place.", rounds.drafted_at),
+                    _by_position("edge_mtp_accepted_tokens_by_position_total", "Accepted drafts by their place.", rounds.accepted_at),
                     Metric(
                         name="edge_mtp_events_total",
                         kind="counter",
@@ -366,7 +359,7 @@ class Monitor:
                         name="edge_mtp_mean_acceptance_length",
                         kind="gauge",
                         description="Tokens / steps of the model.",
-                        samples=[Point(value=totals["tokens"] / totals["rounds"], labels={})] if totals["rounds"] else [],
+                        samples=[Point(value=rounds.mean_acceptance_length, labels={})] if rounds.rounds else [],
                     ),
                     Metric(
                         name="edge_mtp_rejection_ratio",
@@ -384,9 +377,9 @@ class Monitor:
             )
 
 
-def _by_position(name: str, description: str, counts: Mapping[int, int]) -> Metric:
+def _by_position(name: str, description: str, counts: Sequence[int]) -> Metric:
     """A counter of drafts by their place in the draft, from 0, as vLLM and llama-server number them."""
-    samples = [Point(value=count, labels={"position": str(place)}) for place, count in sorted(counts.items())]
+    samples = [Point(value=count, labels={"position": str(place)}) for place, count in enumerate(counts) if count]
     return Metric(name=name, kind="counter", description=description, samples=samples)
 
 
