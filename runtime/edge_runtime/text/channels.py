@@ -42,6 +42,8 @@ class StopStrings:
         """Returns the text that no stop string can cut; nothing after a stop string was found."""
         if self.stopped_by is not None:
             return ""
+        if not self._stops:  # most requests have none, and each of their tokens comes here
+            return text
         hits = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.feed(text)) is not None]
         text = self._held + text
         if hits:
