@@ -180,11 +180,12 @@ class SuffixAutomaton:
 
     def _touch(self, state: int) -> None:
         """Sets the newest occurrence of the suffixes of the text."""
+        link, ends, end = self._link, self._end, len(self.tokens)  # once: where a text repeats itself, this is most of a round's Python
         for _ in range(_MAX_SUFFIXES):
-            state = self._link[state]
+            state = link[state]
             if state <= 0:
                 return
-            self._end[state] = len(self.tokens)
+            ends[state] = end
 
     def longest_repeat(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
         """Returns the length of the longest end of the text and `ahead` that occurs earlier, and where its newest occurrence ends."""
