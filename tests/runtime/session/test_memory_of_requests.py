@@ -35,7 +35,10 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     else:
         folder = request.getfixturevalue("onnx_pair")("int4")
     with open_session(folder, backend=request.param, context=256, threads=1) as opened:
+        gc.collect()
+        gc.freeze()  # what other tests left need not be looked through in each collection, which takes a second
         yield opened
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
