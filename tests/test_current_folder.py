@@ -40,7 +40,7 @@ def test_a_planted_module_is_not_run(name: str, planted: Path) -> None:
 
 
 def test_without_the_option_it_is(planted: Path) -> None:
-    safe = module_command("edge_runtime.backends.installed")
+    safe = module_command("edge_runtime.backends.selection")
     assert ran(tuple(word for word in safe if word != "-P"), planted)
 
 

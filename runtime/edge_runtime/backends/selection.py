@@ -5,11 +5,15 @@ Only what can run a bundle, by its files and the installed libraries, is importe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
+from edge_devices.children.limited import limited_command, print_answer
+from edge_devices.children.running import run_child
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import cpu_identity, installed_version
@@ -222,3 +226,27 @@ def _rates_key(facts: Sequence[object]) -> str:
 def cached_choices() -> Iterator[BackendRates]:
     """Returns what was measured on this machine, or on another one with the same cache folder."""
     return (rates for _, rates in _RATES.kept())
+
+
+# Describes one installed backend in a child process: a build that does not suit the processor dies on loading.
+CHILD_COMMAND = limited_command("edge_runtime.backends.selection")
+TIMEOUT_SECONDS = 60.0
+
+
+def ask_backend(
+    kind: BackendKind, child_command: Sequence[str] = CHILD_COMMAND, timeout_seconds: float = TIMEOUT_SECONDS
+) -> dict[str, Any]:
+    """Returns what a backend describes of its library (`interface.Backend.describe`), or {"error": a sentence} if it cannot be used.
+
+    Raises BackendError if no child process can be started.
+    """
+    child = run_child([*child_command, kind], seconds=timeout_seconds, failure=BackendError)
+    if isinstance(child.answer.get("error"), str):
+        return {"error": child.answer["error"]}
+    if child.end is not None or "version" not in child.answer:
+        return {"error": f"its library {child.end or 'gave no answer'} when it was loaded"}
+    return child.answer
+
+
+if __name__ == "__main__":
+    print_answer(lambda: load_backend(sys.argv[1]).describe())

@@ -25,9 +25,8 @@ from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, MeterState
 from edge_devices.meters.search import find_meters
-from edge_runtime.backends.installed import ask_backend
 from edge_runtime.backends.kernels import packed_cache
-from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind, BackendRates, cached_choices, load_backend
+from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind, BackendRates, ask_backend, cached_choices, load_backend
 from edge_runtime.calibration.measured import cache_file
 from edge_runtime.cli.options import BundlePath, Opening, opens_bundle
 from edge_runtime.drafting.cost_model import Costs

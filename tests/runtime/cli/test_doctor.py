@@ -18,8 +18,8 @@ from rich.console import Console
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.system import System
 from edge_devices.remote.snapshot import RecordedSystem
-from edge_runtime.backends.installed import ask_backend
 from edge_runtime.backends.llama import crash_probe as probe
+from edge_runtime.backends.selection import ask_backend
 from edge_runtime.cli import doctor
 from edge_runtime.cli.doctor import Diagnosis, diagnose
 from recordings import FIXTURES, read_recording
