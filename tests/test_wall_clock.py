@@ -27,7 +27,7 @@ USES = {
     "runtime/edge_runtime/server/apis/openai.py": "label of an answer",
     "runtime/edge_runtime/server/apis/responses_api.py": "label of an answer",
     "runtime/edge_runtime/session/monitor.py": "label of a record",
-    "runtime/edge_runtime/text/template/environment.py": "a template asks for the date",
+    "runtime/edge_runtime/text/template_environment.py": "a template asks for the date",
 }
 
 

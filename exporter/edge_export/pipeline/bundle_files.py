@@ -36,7 +36,7 @@ from edge_runtime.bundle.manifest import (
 from edge_runtime.config.schema import CacheConfig, DrafterConfig, SpeculativeConfig, VerifierConfig
 from edge_runtime.config.settings import defaults, expanded
 from edge_runtime.errors import BackendError, EdgeRuntimeError
-from edge_runtime.text.template.renderer import Renderer, TemplateError
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -16,7 +16,7 @@ from edge_devices.errors import errors_as
 from edge_runtime.bundle.bundle import Bundle, read_part
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Vocabulary
-from edge_runtime.text.template.renderer import Renderer, TemplateError
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 
 Message = dict[str, Any]
 

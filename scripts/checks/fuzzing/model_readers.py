@@ -110,7 +110,7 @@ def _prompt(_: Path, bundle: Path | None) -> Read:
 
 
 def _template(_: Path, __: Path | None) -> Read:
-    from edge_runtime.text.template.renderer import Renderer, TemplateError
+    from edge_runtime.text.template_renderer import Renderer, TemplateError
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []}]
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.peer
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from edge_runtime.text.template.renderer import Renderer, TemplateError
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 from edge_runtime.text.tool_calls import parse_tool_call
 
 NAMES = ("google-gemma-4-31B-it.jinja", "google-gemma-4-31B-it-interleaved.jinja")

@@ -15,7 +15,7 @@ from chat_words import ChatWords
 from edge_devices.children import forked
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.text.chat_template import ChatTemplate
-from edge_runtime.text.template.renderer import Renderer, TemplateError
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SECONDS = 0.3
@@ -129,7 +129,7 @@ def test_a_template_reaches_nothing_of_python(source: str) -> None:
 MEASURED = """
 import contextlib, json, resource, sys
 from test_template_sandbox import GREEDY
-from edge_runtime.text.template.renderer import Renderer, TemplateError
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 assert Renderer("{{ x }}").render({"x": "hi"}) == "hi"
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with contextlib.suppress(TemplateError):

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat_words import GEMMA_LIKE, ChatWords
 from edge_runtime.text.chat_template import PLAIN_TEMPLATE, TURNS_TEMPLATE, ChatTemplate
-from edge_runtime.text.template.renderer import Renderer, TemplateError
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": " Be <b>brief</b> & kind. "},

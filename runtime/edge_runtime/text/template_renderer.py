@@ -82,9 +82,9 @@ def _text_of(answer: bytes) -> str:
 
 def prepare(_setup: bytes) -> ModuleType:
     """Returns the module that compiles templates; each is compiled in its own child."""
-    from edge_runtime.text.template import environment
+    from edge_runtime.text import template_environment
 
-    return environment
+    return template_environment
 
 
 def serve(environment: Any, connection: socket.socket) -> None:

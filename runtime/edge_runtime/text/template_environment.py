@@ -1,7 +1,7 @@
 """jinja2 as transformers sets it up for chat templates: its options, its `generation` tag and its helpers, in jinja2's sandbox.
 
 What they are: transformers, utils/chat_template_utils.py. The sandbox keeps a template from Python's internals; it limits neither time nor
-memory, so it runs in a limited child only (`renderer`).
+memory, so it runs in a limited child only (`template_renderer`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""jinja2 for chat templates from outside: as transformers sets it up, in a limited child process."""
