@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.children.limited import module_command
+from edge_devices.children import module_command
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for folder in ("devices", "runtime", "exporter") for path in (ROOT / folder).rglob("*.py")]

@@ -7,8 +7,8 @@ import re
 import socket
 import tempfile
 
-from edge_devices.children.forked import receive, send
-from edge_devices.children.limited import limit_step
+from edge_devices.children import limit_step
+from edge_devices.fork_host import receive, send
 
 MEMORY_BYTES = 96 << 20
 STEP_SECONDS = 0.3

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_devices.children.running import run_child
+from edge_devices.children import run_child
 from edge_devices.errors import DeviceError
 
 MOVED_S, DRIFT = 5.0, 1e-3  # what a clock that is set shows, and at most a clock that is steered (adjtimex(2): 500 ppm)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from edge_devices.children import signal_name
 from edge_devices.errors import MeasurementError, one_line
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.memory import byte_text
@@ -136,8 +136,7 @@ def _killed(code: int | None, last: StateSample | None) -> str:
     """Returns how a run ended that did not end itself. Without an exit code nobody saw it end."""
     number = KILL if code is None else code - BY_SIGNAL
     if number not in (HANGUP, KILL, TERMINATE):
-        known = {each.value: each.name for each in signal.Signals}
-        return f"the run crashed ({known.get(number, f'signal {number}')})"
+        return f"the run crashed ({signal_name(number)})"
     memory = last.memory if last else None
     scarce = number == KILL and (memory is None or memory < SCARCE_BYTES)
     cause = ", most likely by the kernel to reclaim memory" if scarce else ""

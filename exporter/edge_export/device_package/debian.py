@@ -15,7 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
-from edge_devices.children.running import run_child
+from edge_devices.children import run_child
 from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import atomic_write
 from edge_devices.files.limited_read import sha256_of

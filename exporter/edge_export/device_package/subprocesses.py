@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from edge_devices.children.limited import module_command
-from edge_devices.children.running import run_child
+from edge_devices.children import module_command, run_child
 from edge_devices.waiting import Report
 from edge_export.errors import PackageError
 

@@ -18,8 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.children.limited import import_paths, limited_command
-from edge_devices.children.running import run_child
+from edge_devices.children import import_paths, limited_command, run_child
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.errors import ExportError
 from edge_export.quantization.importance import Importance

@@ -9,8 +9,7 @@ from typing import cast
 import click
 
 from edge_bench.measure.records import Memory
-from edge_devices.children.limited import limited_command
-from edge_devices.children.running import run_child
+from edge_devices.children import limited_command, run_child
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.machine.memory import peak_memory_bytes
 from edge_runtime.backends.interface import CPU

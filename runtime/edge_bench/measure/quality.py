@@ -12,8 +12,7 @@ from typing import Any
 import click
 
 from edge_bench.measure.request import threads_option
-from edge_devices.children.limited import import_paths, limited_command
-from edge_devices.children.running import run_child
+from edge_devices.children import import_paths, limited_command, run_child
 from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import installed_version
 from edge_devices.option_fields import option

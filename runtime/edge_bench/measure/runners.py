@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from edge_bench.measure.records import FIXED, PLAIN, Run, Variant
 from edge_bench.measure.request import Prompt, long_prompt
-from edge_devices.children.running import run_child
+from edge_devices.children import run_child
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.decoding.loop import Round
 from edge_runtime.drafting.policies import Fixed

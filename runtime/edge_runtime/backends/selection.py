@@ -12,8 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from edge_devices.children.limited import limited_command, print_answer
-from edge_devices.children.running import run_child
+from edge_devices.children import limited_command, print_answer, run_child
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.device_package import how_to_get
 from edge_devices.machine.facts import cpu_identity, installed_version

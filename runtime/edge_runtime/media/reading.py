@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edge_devices.children.limited import Limits, import_paths, limited_command
-from edge_devices.children.running import ChildBudget, run_child
+from edge_devices.children import ChildBudget, Limits, import_paths, limited_command, run_child
 from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_runtime.errors import BackendError, RequestError

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.children.forked import Host
+from edge_devices.fork_host import Host
 from edge_devices.machine.device_package import how_to_get
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import Vocabulary

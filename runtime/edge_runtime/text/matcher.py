@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from edge_devices.children.forked import Child, ChildError, Host, receive, send
-from edge_devices.children.limited import limit_step
+from edge_devices.children import limit_step
+from edge_devices.fork_host import Child, ChildError, Host, receive, send
 from edge_runtime.errors import RequestError
 
 Result = TypeVar("Result")

@@ -14,9 +14,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from edge_devices.children import forked
-from edge_devices.children.forked import receive, send
-from edge_devices.children.limited import limit_step
+from edge_devices.children import limit_step
+from edge_devices.fork_host import Child, ChildError, Host, receive, send
 from edge_runtime.errors import BackendError
 
 MEMORY_BYTES = 256 << 20
@@ -31,8 +30,8 @@ class TemplateError(Exception):
 
 
 @cache
-def _host() -> forked.Host:
-    return forked.Host(__name__, b"", BackendError)
+def _host() -> Host:
+    return Host(__name__, b"", BackendError)
 
 
 class Renderer:
@@ -60,17 +59,17 @@ class Renderer:
         self._idle.append(child)  # one that has ended is not asked again
         return _text_of(answer)
 
-    def _new_child(self) -> forked.Child:
+    def _new_child(self) -> Child:
         with _lock:
             host = _host()
         child = host.new_child()
         _text_of(self._asked(child, self._setup))
         return child
 
-    def _asked(self, child: forked.Child, message: bytes) -> bytes:
+    def _asked(self, child: Child, message: bytes) -> bytes:
         try:
             return child.ask(message)
-        except forked.ChildError:
+        except ChildError:
             raise TemplateError(f"it takes more than {self._seconds:g} s of processor time or {MEMORY_BYTES >> 20} MB") from None
 
 

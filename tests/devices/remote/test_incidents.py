@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.children.limited import module_command
+from edge_devices.children import module_command
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
 from edge_devices.remote.incidents import JobHistory, StateSample, find_incidents, read_job_history

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from chat_server import HI, asked, scripted_server, send
-from edge_devices.children import running
+from edge_devices import children
 from edge_runtime.media import reading
 from edge_runtime.media.soft_rows import MediaPrompt
 from edge_runtime.server.engine import worker as engine
@@ -46,7 +46,7 @@ def decoding(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[list[floa
                     processes.append(self)
 
         monkeypatch.setattr(reading, "_command", command)
-        monkeypatch.setattr(running.subprocess, "Popen", Noted)
+        monkeypatch.setattr(children.subprocess, "Popen", Noted)
         monkeypatch.setattr(Session, "check_media", lambda _: None)
         monkeypatch.setattr(Session, "media_prompt", lambda _, ids, __: MediaPrompt(list(ids), ()))
         return value, processes

@@ -22,7 +22,7 @@ pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
 jsonschema = pytest.importorskip("jsonschema", reason="needs edge-mtp[dev]")
 
 from chat_words import ChatWords
-from edge_devices.children import forked
+from edge_devices import fork_host
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.text import matcher
 from edge_runtime.text.constraints import MAX_GRAMMAR_RULES, MAX_SCHEMA_LEVELS, ConstraintSource, Gbnf, JsonSchema, Regex, ToolCalls
@@ -365,7 +365,7 @@ def test_what_is_hostile_is_refused_or_served_within_the_limits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not forked.AVAILABLE, reason="needs fork")
+@pytest.mark.skipif(not fork_host.AVAILABLE, reason="needs fork")
 def test_a_compilation_that_takes_too_long_ends_with_the_reason():
     schema = {"type": "object", "properties": {f"p{number}": True for number in range(20000)}}
     with pytest.raises(RequestError, match="more than 5 s of processor time or 640 MB; simplify it"):
@@ -393,7 +393,7 @@ def test_many_slow_steps_are_limited_together(monkeypatch: pytest.MonkeyPatch) -
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for message in [bytes([matcher.COMPILE]) + b"x"] + [bytes([matcher.MASK])] * 40:
-            forked.send(ours, message)
+            fork_host.send(ours, message)
         ours.shutdown(socket.SHUT_WR)
         with contextlib.suppress(EOFError):
             matcher.serve((library, None), theirs)

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from chat_words import ChatWords
-from edge_devices.children import forked
+from edge_devices import fork_host
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.text.chat_template import ChatTemplate
 from edge_runtime.text.template_renderer import Renderer, TemplateError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SECONDS = 0.3
-needs_fork = pytest.mark.skipif(not forked.AVAILABLE, reason="needs fork")
+needs_fork = pytest.mark.skipif(not fork_host.AVAILABLE, reason="needs fork")
 
 
 def render(source: str, messages: list = MESSAGES) -> str:

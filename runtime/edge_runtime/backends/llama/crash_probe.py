@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_devices.children.limited import limited_command, print_answer
-from edge_devices.children.running import run_child
+from edge_devices.children import limited_command, print_answer, run_child
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.device_package import this_package
 from edge_devices.machine.facts import cpu_identity, usable_processors

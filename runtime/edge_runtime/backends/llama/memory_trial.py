@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
-from edge_devices.children.limited import Limits, limit_process, limited_command, print_answer
-from edge_devices.children.running import run_child
+from edge_devices.children import Limits, limit_process, limited_command, print_answer, run_child
 from edge_devices.machine.memory import byte_text, mapped_bytes, share_one_arena
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edge_devices.children.running import ChildBudget
+from edge_devices.children import ChildBudget
 from edge_devices.energy.live import RunEnergy, Share, SharedWatch
 from edge_runtime.decoding.acceptance import TokenLogprob
 from edge_runtime.decoding.loop import Round

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from edge_devices.children.running import ChildBudget
+from edge_devices.children import ChildBudget
 from edge_runtime.drafting.sources import predicted_tokens
 from edge_runtime.errors import RequestError
 from edge_runtime.media.soft_rows import MEDIA, Media, MediaPrompt, without_media

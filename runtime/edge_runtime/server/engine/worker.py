@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from edge_devices.children.running import ChildBudget
+from edge_devices.children import ChildBudget
 from edge_devices.energy.live import SharedWatch
 from edge_runtime.errors import EdgeRuntimeError, RequestError
 from edge_runtime.server.engine.jobs import ActiveRequest, Failed, Job, QueuePlace, StreamEvent, Unread

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edge_devices.children.running import ChildBudget
+from edge_devices.children import ChildBudget
 from edge_runtime.media.reading import read_image, read_sound
 from edge_runtime.media.soft_rows import MEDIA, Media
 from edge_runtime.server.errors import ApiError, invalid

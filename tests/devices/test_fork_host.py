@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.children import forked
-from edge_devices.children.forked import ChildError, Host
+from edge_devices import fork_host
 from edge_devices.errors import DeviceError
+from edge_devices.fork_host import ChildError, Host
 from polling import is_running, wait
 
-pytestmark = pytest.mark.skipif(not forked.AVAILABLE or sys.platform != "linux", reason="needs Linux")
+pytestmark = pytest.mark.skipif(not fork_host.AVAILABLE or sys.platform != "linux", reason="needs Linux")
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def test_ctrl_c_is_for_the_main_process(host):
 def test_a_message_that_is_too_long_is_refused(monkeypatch):
     import socket
 
-    monkeypatch.setattr(forked, "MAX_BYTES", 10)
+    monkeypatch.setattr(fork_host, "MAX_BYTES", 10)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        forked.send(theirs, b"x" * 100)
+        fork_host.send(theirs, b"x" * 100)
         with pytest.raises(ValueError, match="100 bytes"):
-            forked.receive(ours)
+            fork_host.receive(ours)
 
 
 def test_a_python_that_does_not_start_is_named(monkeypatch):

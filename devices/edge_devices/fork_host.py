@@ -1,8 +1,8 @@
 """A host of limited children: a process of its own that prepares what all jobs share, then forks once per job.
 
 It has one thread and opens no model, so that its forks are safe and small. A child's memory is limited by the system, and its
-processor time per step by a timer whose signal ends it: both hold in C code that never returns. Both ends are here, and their messages:
-a length and that many bytes.
+processor time per step by a timer whose signal ends it: both hold in C code that never returns. This module is run by the host and by the
+process that uses it. A message between them is its length, then that many bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from edge_devices.children.limited import Limits, limit_process
+from edge_devices.children import Limits, limit_process
 from edge_devices.errors import DeviceError, EdgeError
 
 # Windows has no fork: there, a job's work is done in a thread of this process, within the libraries' own limits.
@@ -39,7 +39,7 @@ sys.path[:], package, folders, handler = json.loads(sys.argv[1])
 if package:
     module = sys.modules[package] = types.ModuleType(package)
     module.__path__ = folders
-from edge_devices.children.forked import main
+from edge_devices.fork_host import main
 main(handler)
 """
 
@@ -171,7 +171,7 @@ class Handler(Protocol):
         """Returns what all children share, from the first message."""
 
     def serve(self, shared: Any, connection: socket.socket) -> None:
-        """Answers one job's messages; EOFError ends it. Must call `limited.limit_step` before each piece of work."""
+        """Answers one job's messages; EOFError ends it. Must call `children.limit_step` before each piece of work."""
 
 
 def main(handler_name: str) -> None:

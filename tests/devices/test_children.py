@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.children.limited import Limits, import_paths, limited_command
-from edge_devices.children.running import ChildBudget, run_child
+from edge_devices.children import ChildBudget, Limits, import_paths, limited_command, run_child
 from edge_devices.errors import DeviceError
 from polling import is_running, wait
 
@@ -75,9 +74,7 @@ def paths(folder: Path) -> dict[str, str]:
 @needs_linux
 def test_children_of_a_limited_child_end_with_it(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(
-        "from edge_devices.children.limited import limited_command\n"
-        "from edge_devices.children.running import run_child\n"
-        "run_child(limited_command('inner'))\n"
+        "from edge_devices.children import limited_command, run_child\nrun_child(limited_command('inner'))\n"
     )
     (tmp_path / "inner.py").write_text(f"import os, time; open('{tmp_path}/pid', 'w').write(str(os.getpid())); time.sleep(60)\n")
     noted = tmp_path / "pid"

@@ -1,4 +1,9 @@
-"""Runs a command in a child process within limits of time and output; however it ends is a result, told in one sentence."""
+"""Child processes with limits: for hostile input, and for libraries that may die.
+
+`run_child` runs a command within limits of time and output. However the child ends is a result, told in one sentence. Limits of memory and
+processor time, and on files, are set by the child: `python -P -m edge_devices.children LIMITS MODULE ARGUMENTS...` sets them and then runs
+a module. `limited_command` is that command.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,14 @@ import contextlib
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +29,35 @@ _PIECE = 1 << 16
 _POLL_SECONDS = 0.05
 _INTERRUPT_SECONDS = 0.25  # after Ctrl-C, which the child gets too: what it may take to end by itself
 _GROUP_SECONDS = 5.0  # what a group may take to end by itself after SIGTERM
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the system allows a child, where it can: address space with all libraries, processor time, and whether it writes files."""
+
+    memory_bytes: int | None = None
+    cpu_seconds: float | None = None
+    writes_files: bool = True
+
+
+def module_command(name: str, *arguments: str) -> tuple[str, ...]:
+    """Returns the command that runs a module with these arguments.
+
+    `python -m` alone looks into the current folder before the standard library, and that folder may hold a stranger's files: a bundle,
+    a checkpoint. `-P` leaves it out (docs.python.org/3/using/cmdline.html).
+    """
+    return sys.executable, "-P", "-m", name, *arguments
+
+
+def limited_command(name: str, *arguments: str, limits: Limits | None = None) -> tuple[str, ...]:
+    """Returns the command that runs a module within limits. On Linux the child also ends with the process that started it."""
+    return module_command("edge_devices.children", json.dumps(asdict(limits or Limits())), name, *arguments)
+
+
+def import_paths() -> dict[str, str]:
+    """Returns the environment in which a child imports the same packages as this process, wherever they lie."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class ChildBudget:
@@ -102,8 +138,8 @@ def run_child(
     """Runs a command with `stdin` as its standard input and `environment` beside this process's own, and returns how it ended.
 
     A child that takes more than `seconds`, or writes more than `output_bytes` to one of its outputs, is ended; as is one whose budget is
-    cancelled or used up. `each_poll` is called while it runs, and may raise. `with_children`: it is ended with SIGTERM first, and its own
-    children with it, as a build tool's compilers. Raises `failure` if the child cannot be started.
+    cancelled or used up. `each_poll` is called while it runs, and may raise. `with_children`: its own children, such as a build tool's
+    compilers, are ended with it, with SIGTERM first. Raises `failure` if the child cannot be started.
     """
     budget = budget or ChildBudget()
     if budget.cancelled or not budget.cpu_seconds_left:
@@ -156,7 +192,7 @@ class _Run:
         while pipes:
             try:
                 next(iter(pipes)).start()
-            except RuntimeError as error:  # "can't start new thread", also where memory is what lacks
+            except RuntimeError as error:  # "can't start new thread", also where the memory for it is missing
                 for pipe in pipes.values():  # no thread owns these
                     if pipe is not None:
                         pipe.close()
@@ -224,7 +260,7 @@ class _Run:
         return any(reader.cut for reader in self._readers)
 
     def _reaped(self) -> bool:
-        """Whether the process ended; then its processor time is taken from the budget, where the system says it, else its whole time."""
+        """Returns whether the process ended. If so, its processor time is taken from the budget, or all its time where none is known."""
         if self._process.returncode is not None:
             return True
         if hasattr(os, "wait4"):
@@ -241,8 +277,9 @@ class _Run:
 
 
 class _Reader(threading.Thread):
-    """Keeps what a child writes to a pipe, up to one piece beyond the limit. The thread owns the pipe: a child of the child may hold the
-    other end for longer than anybody waits.
+    """Keeps what a child writes to a pipe, up to one piece beyond the limit.
+
+    The thread owns the pipe: a child of the child may hold the other end for longer than anybody waits.
     """
 
     def __init__(self, pipe: IO[bytes], output_bytes: int) -> None:
@@ -258,7 +295,7 @@ class _Reader(threading.Thread):
                 self.kept += piece
                 if len(self.kept) > self._output_bytes:
                     self.cut = True
-                    self.may_close.wait()  # until the process has ended, so that it does nothing after its own child fails
+                    self.may_close.wait()  # until the process has ended: a closed pipe may fail its own child, and the process go on
                     return
 
 
@@ -269,3 +306,68 @@ def _feed(pipe: IO[bytes], data: bytes) -> None:
 
 def _is_error(line: str) -> bool:
     return line.lower().startswith(("error", "e:", "fatal")) or " error: " in line or "GGML_ASSERT" in line
+
+
+# What follows is run by a child.
+
+_limited = False
+
+
+def limit_step(seconds: float) -> None:
+    """Ends this process, if it is a limited one, when it needs more processor time than this until the next call; 0 ends the limit."""
+    if _limited:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def limit_process(limits: Limits) -> None:
+    """Limits this process for good; a child also leaves no dump of its memory behind.
+
+    Windows has no such limits: there the parent's time limit holds, and each library's own.
+    """
+    global _limited
+    try:
+        import resource
+    except ImportError:
+        return
+    _limited = True
+    kinds: dict[int, int | None] = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: None if limits.writes_files else 0,
+        resource.RLIMIT_AS: limits.memory_bytes,
+        resource.RLIMIT_CPU: None if limits.cpu_seconds is None else math.ceil(limits.cpu_seconds),
+    }
+    for kind, limit in kinds.items():
+        if limit is not None:
+            with contextlib.suppress(OSError, ValueError):  # the user's own limit may be lower
+                resource.setrlimit(kind, (limit, limit))
+
+
+def end_with_parent() -> None:
+    """On Linux, ends this process when the thread that started it does."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def print_answer(work: Callable[[], Mapping[str, object]]) -> None:
+    """In a child: prints what `work` returns, as `ChildEnd.answer` reads it; of an error {"error": a sentence}, with exit code 1."""
+    try:
+        answer = work()
+    except (EdgeError, MemoryError) as error:
+        print(json.dumps({"error": str(error) if isinstance(error, EdgeError) else "there is not enough memory"}))
+        raise SystemExit(1) from error
+    print(json.dumps(answer))
+
+
+def main() -> None:
+    """Runs the module of the command line."""
+    limits, module = Limits(**json.loads(sys.argv[1])), sys.argv[2]
+    end_with_parent()
+    limit_process(limits)
+    del sys.argv[:2]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
