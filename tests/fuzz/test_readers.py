@@ -14,9 +14,8 @@ if not hasattr(os, "fork") or not Path("/proc/self/statm").exists():
     pytest.skip("the campaign watches forked children through /proc, which only Linux has", allow_module_level=True)
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_devices.meters.android.power_rails import parse_rails
-from edge_devices.meters.android.power_stats import parse_channels
-from edge_devices.meters.powermetrics import parse_powermetrics
+from edge_devices.meters.android import parse_channels, parse_rails
+from edge_devices.meters.apple import parse_powermetrics
 from edge_runtime.backends.kernels.loader import variant
 from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from edge_devices.energy.recorder import Characteristics, characterise
 from edge_devices.energy.run_log import LoggedRun, RunLog
-from edge_devices.meters.android.phone_battery import AMPERES, current_unit
+from edge_devices.meters.android import AMPERES, current_unit
 from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace, Unwrapped
 
 COUNTER, SAMPLER, GAUGE = "counter", "fast sampler", "2-second gauge"

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from edge_devices.errors import FrozenBatteryError, MeterError
 from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.memory import byte_text
-from edge_devices.machine.system import System
+from edge_devices.machine.system import NOT_FOUND, System, files_below
 
 # Facts about throttling: `vcgencmd get_throttled` (Raspberry Pi documentation), arch/x86/kernel/cpu/mce/therm_throt.c and
 # Documentation/driver-api/thermal/sysfs-api.rst of Linux.
@@ -17,9 +17,9 @@ from edge_devices.machine.system import System
 # A shell without a login has no /opt/vc/bin in its PATH, where older systems keep it.
 VCGENCMD = ("vcgencmd", "/usr/bin/vcgencmd", "/opt/vc/bin/vcgencmd")
 VCGENCMD_REMEDY = "vcgencmd needs /dev/vcio: sudo usermod -aG video $USER, then log in again"
-NOT_FOUND = 127
 COUNTERS = "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count"
 COOLING = "sys/class/thermal/cooling_device*"
+MICROCODE = "sys/devices/system/cpu/cpu0/microcode"  # x86 processors have it
 # Types of cooling devices that slow a processor down: ACPI's, cpufreq's, Intel's idle injection. Fans and displays are none.
 SLOWS = re.compile(r"processor|cpufreq|cpuidle|thermal-idle|powerclamp|cpu[-_](\d|cluster|isolate|hotplug)", re.IGNORECASE)
 
@@ -47,7 +47,7 @@ def read_throttling(system: System) -> Throttling:
     if counts:
         return Throttling(count=sum(counts), cooling=cooling)
     # Of x86 processors the kernel's cooling is only a part: they also slow themselves down.
-    known = system.is_android or (bool(devices) and not system.exists("sys/devices/system/cpu/cpu0/microcode"))
+    known = system.is_android or (bool(devices) and not system.exists(MICROCODE))
     return Throttling(cooling=cooling, unknown="" if known else "whether the processor throttles (this system has no counter of it)")
 
 
@@ -144,6 +144,8 @@ def parse_dumpsys(text: str) -> dict[str, str]:
 # real ACPI batteries say the opposite: the direction is taken from `status` alone, the figure without its sign.
 
 SUPPLIES = "sys/class/power_supply"
+SUPPLY_FIELDS = ("type", "scope", "status", "present", "online", "power_now", "current_now", "voltage_now")
+SUPPLY_FILES = files_below(f"{SUPPLIES}/*", " ".join(("uevent", *SUPPLY_FIELDS)))
 # A kilowatt and 100 A or V, in micro units: beyond are ACPI's words for an unknown value, such as 0xFFFFFFFF thousand.
 MAX_VALUES = {"POWER_NOW": 10**9, "CURRENT_NOW": 10**8, "VOLTAGE_NOW": 10**8}
 
@@ -196,7 +198,7 @@ def read_fields(system: System, folder: str) -> dict[str, str]:
         fields = parse_uevent(system.text(f"{folder}/uevent"))
     except OSError:
         fields = {}
-    for key in ("type", "scope", "status", "present", "online", "power_now", "current_now", "voltage_now"):
+    for key in SUPPLY_FIELDS:
         if key.upper() in fields:
             continue
         try:
@@ -252,6 +254,23 @@ THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000
 HEAT_NOW = 0xE
 CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
 HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no temperature
+POLICIES = "sys/devices/system/cpu/cpufreq/policy*"
+TEMPERATURES = "sys/class/thermal/thermal_zone*/temp"
+# What `read_state` reads, so that a device is read from afar.
+STATE_FILES = (
+    *SUPPLY_FILES,
+    *files_below(POLICIES, "scaling_max_freq scaling_cur_freq scaling_governor"),
+    *files_below(COOLING, "type cur_state"),
+    *files_below("proc", "device-tree/model cpuinfo meminfo"),
+    COUNTERS,
+    f"{MICROCODE}/version",
+    TEMPERATURES,
+)
+STATE_COMMANDS = (
+    ("dumpsys", "battery"),
+    ("dumpsys", "thermalservice"),
+    *((command, "get_throttled") for command in VCGENCMD),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +305,7 @@ def read_state(system: System) -> DeviceState:
     """Returns the current state; costs a few file reads, one command on a Raspberry Pi, two on Android (about 0.1 s)."""
     phone = read_phone(system) if system.is_android else PhoneState()
     supplies, charger, denied = _power(system)
-    policies = system.paths("sys/devices/system/cpu/cpufreq/policy*")
+    policies = system.paths(POLICIES)
     caps = [parse_integer(system.text_or(f"{p}/scaling_max_freq")) for p in policies]
     levels = [level for supply in supplies if (level := supply.number("CAPACITY")) is not None]
     throttling = read_throttling(system)
@@ -414,7 +433,7 @@ def _swap_used(system: System) -> int | None:
 
 
 def _temperature(system: System) -> float | None:
-    texts = [system.text_or(p) for p in system.paths("sys/class/thermal/thermal_zone*/temp")]
+    texts = [system.text_or(p) for p in system.paths(TEMPERATURES)]
     degrees = [int(t) for t in texts if re.fullmatch(r"\d{4,6}", t) and int(t) <= HOTTEST]
     return max(degrees) / 1000 if degrees else None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from edge_devices.children import run_child
 from edge_devices.errors import DeviceError
 
+NOT_FOUND = 127  # the exit code where there is no such command
 MOVED_S, DRIFT = 5.0, 1e-3  # what a clock that is set shows, and at most a clock that is steered (adjtimex(2): 500 ppm)
 LONGEST_TEXT = 1 << 20  # bytes kept of a file or a command's output; the longest in practice, dumpsys, has a few kilobytes
 
@@ -102,6 +103,11 @@ class System:
     def is_android(self) -> bool:
         """Returns whether this is Android (AOSP: /system/build.prop and the zygote's program)."""
         return self.exists("system/build.prop") or self.exists("system/bin/app_process")
+
+
+def files_below(folder: str, names: str) -> tuple[str, ...]:
+    """Returns the patterns of files with these names, which blanks separate, in folders of this pattern."""
+    return tuple(f"{folder}/{name}" for name in names.split())
 
 
 class WallClock:

@@ -1,1 +1,1 @@
-"""One module per source of energy readings; each has `find(system)`, which lists meters as usable, present but not usable, or absent."""
+"""Sources of energy readings, by system or maker: each module lists its meters in `SOURCES`, and `search` collects them."""

@@ -1,4 +1,4 @@
-"""The interface of all meters: facts about a meter, one way to read it, the findings of a search; and what several meters need."""
+"""The interface of all meters: facts, one way to read, findings, sources; and what several meters need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from edge_devices.errors import MeasurementError, MeterError
@@ -121,6 +121,33 @@ class Finding:
         """Plain values under stable keys; `facts` is null unless the meter is usable."""
         facts = self.meter.facts.to_json() if self.meter else None
         return {"name": self.name, "state": self.state, "reason": self.reason, "remedy": self.remedy, "facts": facts}
+
+
+class Preference(IntEnum):
+    """Which meter is taken first: what is sensed or counted close to the work, last the slow gauges of a whole device."""
+
+    BOARD = 1  # a board's own sensors
+    SUPPLY_LINE = 2  # chips in a line whose wiring nobody knows
+    COUNTER = 3  # counters of processors and rails
+    MODEL = 4  # watts that the maker's model gives
+    MEAN = 5  # watts that a driver averages
+    BATTERY = 6  # gauges of a battery, which has to discharge
+    GRAPHICS = 7  # a graphics board, which is read by name only
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeterSource:
+    """One kind of meters. `find` lists those of a machine as usable, present but not usable, or absent; none where they cannot be.
+
+    `name`: of the meter, or what the names of its meters begin with; stands for all of them if `find` raises MeterError or OSError.
+    `files`, `commands`: what `find` and its meters read, as patterns below the root and as words, so that a device is read from afar.
+    """
+
+    name: str
+    find: Callable[[System], list[Finding]]
+    preference: Preference
+    files: tuple[str, ...] = ()
+    commands: tuple[tuple[str, ...], ...] = ()
 
 
 def usable(meter: Meter) -> Finding:

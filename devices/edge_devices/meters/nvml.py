@@ -12,7 +12,7 @@ from typing import Any
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterSource, Preference, Scope, SumMeter, absent, present, usable
 
 NAME = "nvml"
 LIBRARIES = {"win32": ("nvml.dll",), "linux": ("libnvidia-ml.so.1", "libnvidia-ml.so")}
@@ -84,3 +84,6 @@ def _finding(system: System, library: Any, index: int) -> Finding:
         return usable(board_meter(system, library, index))
     except MeterError as error:
         return present(f"nvml:{index}", str(error))
+
+
+SOURCES = (MeterSource(name=NAME, find=find, preference=Preference.GRAPHICS),)

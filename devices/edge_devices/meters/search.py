@@ -1,4 +1,4 @@
-"""All meters of this machine, and the default one."""
+"""All sources of meters, the meters of a machine, and the default one."""
 
 from __future__ import annotations
 
@@ -6,28 +6,13 @@ from collections.abc import Sequence
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters import ioreport, nvml, powermetrics, windows_emi
-from edge_devices.meters.android import phone_battery, power_rails, power_stats
-from edge_devices.meters.base import Finding, Meter, MeterState, Scope, present
-from edge_devices.meters.linux import hwmon, jetson, laptop_battery, power_average, rapl, raspberry_pi
+from edge_devices.meters import android, apple, linux, nvml, windows_emi
+from edge_devices.meters.base import Finding, Meter, MeterState, Preference, Scope, present
 
-# The order is the order of preference: sensed or counted close to the work first, slow gauges of the whole device last.
-SOURCES = (
-    jetson,
-    raspberry_pi,
-    hwmon,
-    rapl,
-    windows_emi,
-    power_rails,
-    power_stats,
-    ioreport,
-    powermetrics,
-    power_average,
-    laptop_battery,
-    phone_battery,
-    nvml,
-)
-
+# In the order of preference. Those of one preference keep the order of the modules, though hardly any machine has two of them.
+_LISTED = (*linux.SOURCES, *windows_emi.SOURCES, *android.SOURCES, *apple.SOURCES, *nvml.SOURCES)
+SOURCES = tuple(sorted(_LISTED, key=lambda source: source.preference))
+BATTERY_METERS = tuple(source.name for source in SOURCES if source.preference is Preference.BATTERY)
 NO_METER = "no energy meter on this machine"
 
 
@@ -38,7 +23,7 @@ def find_meters(system: System) -> list[Finding]:
         try:
             findings += source.find(system)
         except (MeterError, OSError) as error:
-            findings.append(present(source.NAME, str(error)))
+            findings.append(present(source.name, str(error)))
     return findings
 
 
@@ -50,7 +35,7 @@ def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter 
     """
     usable = [f for f in findings if f.meter is not None]
     if name is None:
-        return next((f.meter for f in usable if not _is_gpu(f) and not f.name.endswith(hwmon.REVERSED)), None)
+        return next((f.meter for f in usable if not _is_gpu(f) and not f.name.endswith(linux.REVERSED)), None)
     for finding in findings:
         if finding.name == name and finding.meter is not None:
             return finding.meter
@@ -64,7 +49,7 @@ def no_meter_reason(findings: Sequence[Finding]) -> str:
     """Returns why `choose_meter` takes none: what exists but cannot be read, and why, or that nothing was found."""
     reasons = [f"{f.name}: {f.reason}" + (f"; {f.remedy}" if f.remedy else "") for f in findings if f.state is MeterState.PRESENT]
     reasons += [f"{f.name} counts the graphics board alone, and is read with --meter {f.name}" for f in findings if _is_gpu(f)]
-    reasons += [f"{f.name}: {hwmon.REVERSED_NOTE}" for f in findings if f.name.endswith(hwmon.REVERSED)]
+    reasons += [f"{f.name}: {linux.REVERSED_NOTE}" for f in findings if f.name.endswith(linux.REVERSED)]
     return f"{NO_METER} can be used ({'; '.join(reasons)})" if reasons else NO_METER
 
 

@@ -14,7 +14,7 @@ from uuid import UUID
 
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, usable
+from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterSource, Preference, Scope, SumMeter, absent, present, usable
 
 # GUID_DEVICE_ENERGY_METER of emi.h, as it lies in memory.
 DEVICE_ENERGY_METER = UUID("45bd8344-7ed6-49cf-a440-c276c933b053").bytes_le
@@ -138,3 +138,6 @@ def find(system: System, ports: Callable[[], Sequence[WindowsPort]] = open_ports
         else:
             findings += [usable(meter) for meter in meters]
     return findings or [absent(NAME, "no device offers the energy meter interface; few Windows laptops do")]
+
+
+SOURCES = (MeterSource(name=NAME, find=find, preference=Preference.COUNTER),)

@@ -10,8 +10,18 @@ from typing import Any
 from edge_devices.errors import one_line
 from edge_devices.files.limited_read import parse_integer
 from edge_devices.machine.memory import byte_text, mem_available
-from edge_devices.machine.state import VCGENCMD, DeviceState, read_phone, read_state, refusals, thermal_name, warnings
+from edge_devices.machine.state import (
+    STATE_COMMANDS,
+    STATE_FILES,
+    DeviceState,
+    read_phone,
+    read_state,
+    refusals,
+    thermal_name,
+    warnings,
+)
 from edge_devices.machine.system import CommandResult, System
+from edge_devices.meters.search import SOURCES
 from edge_devices.transports.base import Transport, shell
 from edge_devices.transports.file_sync import free_bytes
 
@@ -65,36 +75,10 @@ class RecordedSystem(System):
         return any(p == path or p.startswith(path + "/") for p in vars(self)["_paths"])
 
 
-# The files that meters and the state of a machine are read from, by folder.
-_NAMES = {
-    "sys/class/powercap/intel-rapl*": "name energy_uj max_energy_range_uj",
-    "sys/class/power_supply/*": "uevent type status online *_now charge_counter",
-    "sys/bus/iio/devices/iio:device*": "energy_value enabled_rails sampling_rate",
-    "sys/class/hwmon/hwmon*": "name *_input *_average *_average_interval *_label update_interval",
-    "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*": "*_input *_label",
-    "sys/bus/i2c/drivers/ina238/*/hwmon/hwmon*": "*_input *_label",
-    "sys/bus/i2c/drivers/ina3221x/*/iio:device*": "rail_name_* in_power*_input",
-    "sys/devices/system/cpu/cpufreq/policy*": "*_max_freq scaling_cur_freq scaling_governor related_cpus",
-    "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle": "*_throttle_count",
-    "sys/devices/system/cpu/cpu0/microcode": "version",
-    "sys/class/thermal/thermal_zone*": "type temp",
-    "sys/class/thermal/cooling_device*": "type cur_state",
-    "proc": "device-tree/model cpuinfo meminfo",
-}
-FILES = tuple(f"{folder}/{name}" for folder, names in _NAMES.items() for name in names.split())
-QUERIES = (
-    ("dumpsys", "battery"),
-    ("cmd", "battery", "get", "-f", "current_now"),
-    ("dumpsys", "powerstats"),
-    ("getprop", "ro.soc.model"),
-    ("getprop", "ro.product.manufacturer"),
-    ("vcgencmd", "pmic_read_adc"),
-    ("vcgencmd", "get_throttled"),
-    *((command, "get_throttled") for command in VCGENCMD[1:]),
-    ("dumpsys", "thermalservice"),
-    ("getprop", "ro.product.model"),
-    ("uname", "-m"),
-)
+MODEL, PROCESSOR = ("getprop", "ro.product.model"), ("uname", "-m")
+# What meters and the state of a machine are read from.
+FILES = tuple(dict.fromkeys([*STATE_FILES, *(file for source in SOURCES for file in source.files)]))
+QUERIES = tuple(dict.fromkeys([*STATE_COMMANDS, *(command for source in SOURCES for command in source.commands), MODEL, PROCESSOR]))
 MIN_FREE_BYTES = 64 << 20  # for results, logs and temporary files
 FLAT, LOW = 10, 30  # percent
 TOO_HOT, WARM = 45.0, 38.0  # °C of a phone's battery
@@ -139,10 +123,10 @@ def take_snapshot(transport: Transport) -> DeviceSnapshot:
     recording = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in QUERIES)))
     system = RecordedSystem(recording, sleep=lambda _seconds: None)  # a recording always gives the same answer: no need to wait
     android = "system/build.prop" in recording.files
-    model = system.run(["getprop", "ro.product.model"]).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
+    model = system.run(MODEL).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
     return DeviceSnapshot(
         model=one_line(model),
-        architecture=one_line(system.run(["uname", "-m"]).text.strip()),
+        architecture=one_line(system.run(PROCESSOR).text.strip()),
         android=android,
         state=read_state(system),
         free_bytes=free_bytes(transport, transport.folder),

@@ -18,7 +18,7 @@ from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.device_package import DevicePackage
 from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
-from edge_devices.meters.search import find_meters
+from edge_devices.meters.search import BATTERY_METERS, find_meters
 from edge_devices.remote.incidents import BY_SIGNAL, KEPT, JobHistory, find_incidents, read_job_history
 from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING, restore_settings
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
@@ -34,7 +34,6 @@ from edge_runtime.errors import RequestError
 BACKENDS = {"gguf": "llama", "onnx": "onnx"}  # by the format of a bundle's files
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 POLL_SECONDS, WATCH_SECONDS = 5.0, 5.0
-BATTERY_METERS = ("battery", "android:battery", "android:battery-sysfs")
 Log = Callable[[str], None]
 
 

@@ -14,8 +14,7 @@ from edge_devices.machine.detection import detect_device
 from edge_devices.machine.state import read_state
 from edge_devices.machine.system import CommandResult
 from edge_devices.meters import windows_emi
-from edge_devices.meters.android.perfetto import parse_rails
-from edge_devices.meters.android.power_stats import parse_channels
+from edge_devices.meters.android import parse_channels, parse_rail_trace
 from edge_devices.meters.search import find_meters
 from edge_devices.remote.snapshot import RecordedSystem, Recording
 from edge_devices.transports.adb import parse_devices
@@ -62,7 +61,7 @@ def _emi(_: Path, __: Path | None) -> Read:
 def _trace(_: Path, __: Path | None) -> Read:
     def read(data: bytes) -> None:
         parse_channels(data.decode("utf-8", "replace"))
-        parse_rails(data)
+        parse_rail_trace(data)
 
     return read
 

@@ -1,4 +1,4 @@
-"""Estimates and replayed recordings: their figures, their names, their labels."""
+"""Estimates and replayed recordings: their figures, their names, their labels; and the clocks of external meters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from edge_devices.energy.external.table import import_csv
 from edge_devices.energy.live import EnergyWatch, run_energy
 from edge_devices.energy.report import head_lines, make_report
 from edge_devices.energy.run_log import write_log
-from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, virtual_meter
-from edge_devices.errors import DeviceError, MeterError
+from edge_devices.energy.virtual_meters import EstimateMeter, ReplayMeter, clock_offset, virtual_meter
+from edge_devices.errors import DeviceError, MeasurementError, MeterError
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.detection import detect_device
 from edge_devices.machine.system import System
@@ -144,3 +145,29 @@ def test_estimates_say_so_in_every_output(log):
     with watch:
         System().sleep(0.15)
     assert watch.energy(10).sentence().startswith("ESTIMATE")
+
+
+def steps_trace(tmp_path, loads, offset: float) -> Trace:
+    rows = ["time,W"]
+    for i in range(4000):
+        t = i * 0.02
+        on = any(a <= t < b for a, b in loads)
+        rows.append(f"{t - offset},{7 if on else 2 + (i % 7) * 0.1}")
+    path = tmp_path / "meter.csv"
+    path.write_text("\n".join(rows))
+    return import_csv(path)
+
+
+def test_clocks_align_by_load_steps(tmp_path):
+    loads = [(10.0, 13.0), (17.0, 22.0), (24.0, 32.0)]
+    assert clock_offset(steps_trace(tmp_path, loads, 123.4), loads, search=(0.0, 300.0)) == pytest.approx(123.4, abs=0.03)
+
+
+def test_clocks_that_fit_twice_or_not_at_all_are_refused(tmp_path):
+    even = [(10.0 + 6 * i, 13.0 + 6 * i) for i in range(8)]
+    with pytest.raises(MeasurementError, match="two places"):
+        clock_offset(steps_trace(tmp_path, even, 0.0), even[2:5], search=(-60.0, 60.0))
+    with pytest.raises(MeasurementError, match="no load step is visible"):
+        clock_offset(steps_trace(tmp_path, [], 0.0), even[:2], search=(-5.0, 5.0))
+    with pytest.raises(MeasurementError, match="1 load steps"):
+        clock_offset(steps_trace(tmp_path, even, 0.0), even[:1], search=(-5.0, 5.0))

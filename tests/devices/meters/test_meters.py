@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 from click.testing import CliRunner
@@ -16,11 +18,10 @@ from edge_devices.energy.virtual_meters import EstimateMeter
 from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters import search
-from edge_devices.meters.android.phone_battery import parse_dumpsys
-from edge_devices.meters.android.power_rails import parse_rails
+from edge_devices.meters.android import parse_dumpsys, parse_rails
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterState, Scope, Unwrapped, present, usable
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
-from edge_devices.remote.snapshot import RecordedSystem, Recording
+from edge_devices.remote.snapshot import FILES, QUERIES, RecordedSystem, Recording
 from recordings import FIXTURES, read_recording, recorded
 from simulated_session import SimulatedMachine
 
@@ -324,16 +325,35 @@ def test_a_graphics_board_is_read_by_name_only_and_a_denied_meter_is_named():
     assert no_meter_reason([]) == "no energy meter on this machine"
 
 
+def machines() -> list[str]:
+    return sorted(path.stem for path in FIXTURES.glob("*.json") if read_recording(path).platform == "linux")
+
+
+@pytest.mark.parametrize("name", machines())
+def test_a_source_names_all_that_its_meters_read(name: str) -> None:
+    """A device is read from afar: nothing but these files and commands is fetched."""
+    whole = read_recording(FIXTURES / f"{name}.json")
+    files = {path: text for path, text in whole.files.items() if path == "system/build.prop" or is_named(path)}
+    commands = {command: answer for command, answer in whole.commands.items() if tuple(command.split()) in QUERIES}
+    fetched = RecordedSystem(
+        Recording(files=files, denied=tuple(filter(is_named, whole.denied)), commands=commands), clock=lambda: 1.0, sleep=lambda _: None
+    )
+    assert [finding.to_json() for finding in find_meters(fetched)] == [finding.to_json() for finding in findings(name).values()]
+
+
+def is_named(path: str) -> bool:
+    return any(path.count("/") == pattern.count("/") and fnmatchcase(path, pattern) for pattern in FILES)
+
+
 def test_a_source_that_fails_is_listed_by_the_name_of_its_meters(monkeypatch):
     """Not by its module's: a phone's gauge is no laptop's battery."""
 
     def broken(_: System) -> list[object]:
         raise MeterError("gone")
 
-    for source in search.SOURCES:
-        monkeypatch.setattr(source, "find", broken)
+    monkeypatch.setattr(search, "SOURCES", tuple(replace(source, find=broken) for source in search.SOURCES))
     names = [finding.name for finding in find_meters(System())]
-    assert names == [source.NAME for source in search.SOURCES]
+    assert names == [source.name for source in search.SOURCES]
     assert len(set(names)) == len(names)
     assert {"battery", "android:battery", "apple:powermetrics", "nvml"} < set(names)
     assert all(finding.state is MeterState.PRESENT and finding.reason == "gone" for finding in find_meters(System()))

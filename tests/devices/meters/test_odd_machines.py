@@ -12,9 +12,7 @@ from edge_devices.energy.report import make_report
 from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.virtual_meters import with_external_meter
 from edge_devices.errors import LinkError, MeterError
-from edge_devices.meters.android.phone_battery import current_unit
 from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, MeterState, Scope, Trace
-from edge_devices.meters.powermetrics import package_watts, parse_powermetrics
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from edge_devices.remote.snapshot import RecordedSystem, Recording
 from edge_devices.transports.adb import AdbTransport
@@ -100,38 +98,6 @@ def test_a_line_that_changes_its_direction_stops_the_meter(before: int) -> None:
     recording.files["sys/class/hwmon/hwmon2/curr1_input"] = str(-before)
     with pytest.raises(MeterError, match="changed its direction"):
         result.meter.read()
-
-
-def test_a_phone_that_sleeps_is_not_taken_for_one_of_milliamperes() -> None:
-    for current, volts in ((-1200, 4.1), (5, 3.9)):
-        with pytest.raises(MeterError, match="no idle power"):
-            current_unit(current, volts)
-    assert [current_unit(*each) for each in ((305, 3.9), (-26_000, 3.9), (-1_200_000, 4.1))] == ["mA", "µA", "µA"]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("CPU Power: 947 mW\nGPU Power: 153 mW\nANE Power: 0 mW\n", 1.1),
-        ("CPU Power: 1.947 mW\nCombined Power (CPU + GPU + ANE): 2.100 mW\n", 2.1),
-        ("Combined Power (CPU + GPU + ANE): 12,345 mW\n", 12.345),
-        ("Combined Power (CPU + GPU + ANE): 12\u202f345 mW\n", 12.345),
-        ("CPU Power: 947,5 mW\n", 0.9475),
-        ("Combined Power (CPU + GPU + ANE): 0.947 W\n", 0.947),
-        ("Intel energy model derived package power (CPUs+GT+SA): 2.48W\n", 2.48),
-        ("Intel energy model derived package power (CPUs+GT+SA): 2,480W\n", 2.48),
-    ],
-)
-def test_powermetrics_of_all_regions_and_processors(text: str, expected: float) -> None:
-    assert package_watts(parse_powermetrics(text)) == pytest.approx(expected)
-
-
-def test_an_output_of_powermetrics_without_power_is_not_called_denied() -> None:
-    command = "powermetrics -n 1 -i 1000 --samplers cpu_power"
-    for code, words in ((0, "prints no power that this version reads"), (1, "denied to this user")):
-        system = RecordedSystem(Recording(platform="darwin", commands={command: (code, "*** Sampled system activity\n")}))
-        (result,) = [f for f in find_meters(system) if f.name == "apple:powermetrics"]
-        assert words in result.reason
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,23 @@
-"""Phones' gauges as makers let them answer. Layouts: a Samsung `dumpsys battery` found in public, AOSP's, and perfetto's messages."""
+"""Phones' gauges as makers let them answer, and rails. Layouts: a Samsung `dumpsys battery` found in public, AOSP's, perfetto's."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edge_devices.errors import MeterError
-from edge_devices.meters.android.perfetto import COMMAND, last_current
-from edge_devices.meters.android.phone_battery import voltage_notes, volts_of
+from edge_devices.machine.system import CommandResult, System
+from edge_devices.meters.android import (
+    COMMAND,
+    current_unit,
+    find_powerstats,
+    last_current,
+    parse_channels,
+    parse_rail_trace,
+    voltage_notes,
+    volts_of,
+)
 from edge_devices.meters.search import find_meters
 from edge_devices.remote.snapshot import RecordedSystem, Recording
 from protobuf_messages import message
@@ -78,3 +89,57 @@ def test_a_sleeping_phones_microamperes_are_not_read_as_milliamperes():
     result = phone(SAMSUNG.format(voltage=3900, current=-3000))
     assert result.meter is None
     assert "it sleeps or works; turn the screen on" in result.reason
+
+
+def test_the_unit_follows_from_the_power_of_an_idle_phone():
+    for current, volts in ((-1200, 4.1), (5, 3.9)):
+        with pytest.raises(MeterError, match="no idle power"):
+            current_unit(current, volts)
+    assert [current_unit(*each) for each in ((305, 3.9), (-26_000, 3.9), (-1_200_000, 4.1))] == ["mA", "µA", "µA"]
+
+
+def rails_trace() -> bytes:
+    descriptors = [(1, message((1, i), (2, name), (4, 10))) for i, name in enumerate([b"S2M_VDD_CPUCL2", b"S1M_VDD_MIF"])]
+    early = [(2, message((1, i), (2, 1000), (3, 100 + i))) for i in range(2)]
+    late = [(2, message((1, i), (2, 1250), (3, 30203502 + i))) for i in range(2)]
+    return message(
+        (1, message((8, 7), (40, message(*descriptors, *early)))), (1, message((38, b"\x08\x01"))), (1, message((40, message(*late))))
+    )
+
+
+def test_perfetto_rails():
+    assert parse_rail_trace(rails_trace()) == {"S2M_VDD_CPUCL2": 30203502, "S1M_VDD_MIF": 30203503}
+    assert parse_channels("  ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)") == {3: "S2M_VDD_CPUCL2"}
+
+
+def test_a_phones_trace_is_read_without_the_rest(tmp_path):
+    other = message((1, message((45, message((3, b"google/oriole:14"))))))
+    channels = b"ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)\n"
+
+    def run(arguments, answer=b"", seconds=10.0):
+        if arguments[0] == "perfetto":
+            assert b"collect_power_rails: true" in answer
+            return CommandResult(code=0, output=other + rails_trace())
+        return CommandResult(code=0, output=channels) if "powerstats" in arguments else CommandResult(code=127, output=b"")
+
+    (tmp_path / "system").mkdir()
+    (tmp_path / "system/build.prop").write_text("")
+    phone = System(root=tmp_path, run=run, clock=lambda: 1.0)
+    (found,) = find_powerstats(phone)
+    assert found.meter.read().value == pytest.approx(60.407005)
+
+
+@given(st.integers(0, len(rails_trace()) - 1))
+def test_a_cut_trace_is_refused_or_read_in_part(size):
+    try:
+        assert parse_rail_trace(rails_trace()[:size]).keys() <= {"S2M_VDD_CPUCL2", "S1M_VDD_MIF"}
+    except MeterError as error:
+        assert "record it again" in str(error)  # noqa: PT017
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(trace):
+    try:
+        parse_rail_trace(trace)
+    except MeterError:
+        return

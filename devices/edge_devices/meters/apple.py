@@ -1,8 +1,6 @@
-"""Apple silicon: the energy counters of IOReport, the kernel's own library of statistics. They need no root, unlike `powermetrics`.
+"""Meters of Macs: IOReport's counters, and the `powermetrics` command.
 
-The library has no published header. Functions, types and the group's name are those that asitop's successors (socpowerbud, macmon) and
-uzu use: the group "Energy Model" has one counter for each cluster and unit, in mJ, uJ or nJ since the system started; a machine of several
-dies has a set for each. Nobody has run this module on a Mac yet; its test has made-up values in that form.
+Each has a part of this file, which ends with its `find`; `SOURCES` at the end lists them.
 """
 
 from __future__ import annotations
@@ -14,10 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from edge_devices.errors import MeterError
-from edge_devices.machine.system import System
-from edge_devices.meters.base import Finding, Kind, MeterFacts, Scope, SumMeter, absent, present, tried
+from edge_devices.machine.system import NOT_FOUND, CommandResult, System
+from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterSource, Preference, Scope, SumMeter, absent, present, tried, usable
 
-NAME = "apple:ioreport"
+# Apple silicon: the energy counters of IOReport, the kernel's own library of statistics. They need no root, unlike `powermetrics`.
+#
+# The library has no published header. Functions, types and the group's name are those that asitop's successors (socpowerbud, macmon) and
+# uzu use: the group "Energy Model" has one counter for each cluster and unit, in mJ, uJ or nJ since the system started; a machine of
+# several dies has a set for each. Nobody has run it on a Mac yet; its test has made-up values in that form.
+
+IOREPORT = "apple:ioreport"
 GROUP, CHANNELS = "Energy Model", "IOReportChannels"
 LIBRARY, FOUNDATION = "/usr/lib/libIOReport.dylib", "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
 JOULES = {"mJ": 1e-3, "uJ": 1e-6, "nJ": 1e-9}
@@ -128,10 +132,10 @@ def _is_counted(counter: Counter) -> bool:
     return counter.unit in JOULES and COUNTED.fullmatch(counter.name) is not None
 
 
-def package_meter(system: System, read: Callable[[], list[Counter]]) -> SumMeter:
+def ioreport_meter(system: System, read: Callable[[], list[Counter]]) -> SumMeter:
     """Returns the meter of the package, in joules."""
     facts = MeterFacts(
-        name=NAME,
+        name=IOREPORT,
         kind=Kind.COUNTER,
         scope=Scope.PACKAGE,
         source=f"IOReport, group {GROUP!r}",
@@ -144,12 +148,101 @@ def package_meter(system: System, read: Callable[[], list[Counter]]) -> SumMeter
     return SumMeter(system, facts, lambda: joules(read()))
 
 
-def find(system: System, opened: Callable[[], Callable[[], list[Counter]] | None] = open_counters) -> list[Finding]:
+def find_ioreport(system: System, opened: Callable[[], Callable[[], list[Counter]] | None] = open_counters) -> list[Finding]:
     """Returns the finding of IOReport; an empty list on other machines."""
     if system.platform != "darwin":
         return []
     try:
         read = opened()
     except MeterError as error:
-        return [present(NAME, str(error))]
-    return [absent(NAME, "this system has no library of IOReport") if read is None else tried(package_meter(system, read))]
+        return [present(IOREPORT, str(error))]
+    return [absent(IOREPORT, "this system has no library of IOReport") if read is None else tried(ioreport_meter(system, read))]
+
+
+# Macs: the `powermetrics` command. It estimates the power of processor, graphics and neural engine, without the display.
+#
+# Apple silicon prints `CPU Power: 947 mW` and so on, and a sum (`Package Power`, later `Combined Power (CPU + GPU + ANE)`) that some
+# versions lack. Intel Macs print `Intel energy model derived package power (CPUs+GT+SA): 2.48W`. Numbers follow the user's region: 1.473
+# or 1,473.
+
+POWERMETRICS = "apple:powermetrics"
+LINE = re.compile(
+    r"^\s*(CPU|GPU|ANE|DRAM|Package|Combined|Intel energy model derived package)(?: [Pp]ower)(?: \([\w +]+\))?:"
+    r"\s*(\d[\d.,'\u00a0\u202f\u2019]{0,17})\s*(m?W)\s*$",
+    re.MULTILINE,
+)
+INTEL = "Intel energy model derived package"
+PERIOD_S = 1.0
+REMEDY = "powermetrics needs root: run edge-bench and edge-devices with sudo"
+
+
+def parse_powermetrics(text: str) -> dict[str, float]:
+    """Reads the text of one sample: part -> watts."""
+    return {part: _number(figure, unit) for part, figure, unit in LINE.findall(text)}
+
+
+def _number(text: str, unit: str) -> float:
+    """Returns the watts in a number of any region: the last point or comma begins decimals, but groups of three in whole milliwatts."""
+    whole, rest = re.fullmatch(r"(.*?)(?:[.,](\d*))?", text).groups("")  # type: ignore[union-attr]
+    digits = re.sub(r"\D", "", whole)
+    grouped = unit == "mW" and len(rest) == 3 and digits.strip("0")
+    return float(f"{digits}{rest}" if grouped else f"{digits or 0}.{rest or 0}") * (1e-3 if unit == "mW" else 1.0)
+
+
+def package_watts(parts: dict[str, float]) -> float | None:
+    """Returns the package's power: as printed, else the sum of its parts; None where nothing is printed."""
+    for total in ("Package", "Combined", INTEL):
+        if total in parts:
+            return parts[total]
+    return sum(parts.values()) if parts else None
+
+
+def powermetrics_meter(system: System) -> SumMeter:
+    """Returns the meter of the mean package power over the second that a read takes, in watts."""
+    facts = MeterFacts(
+        name=POWERMETRICS,
+        kind=Kind.SAMPLER,
+        scope=Scope.PACKAGE,
+        source="powermetrics --samplers cpu_power",
+        refresh_s=PERIOD_S,
+        resolution=0.001,
+        poll_s=PERIOD_S,
+        lag_s=PERIOD_S,
+        needs="root",
+        systematic="Apple's own model, not a sensor at the battery",
+        notes=("without the display; without memory on newer systems",),
+    )
+
+    def read() -> list[tuple[str, float]]:
+        done = _run(system)
+        watts = package_watts(parse_powermetrics(done.text))
+        if watts is None:
+            raise MeterError(f"powermetrics printed no power: {done.first_line}; {REMEDY}")
+        return [("package", watts)]
+
+    return SumMeter(system, facts, read)
+
+
+def find_powermetrics(system: System) -> list[Finding]:
+    """Returns the finding of powermetrics; an empty list on other machines."""
+    if system.platform != "darwin":
+        return []
+    done = _run(system)
+    if parse_powermetrics(done.text):
+        return [usable(powermetrics_meter(system))]
+    if done.code == NOT_FOUND:
+        return [absent(POWERMETRICS, "no powermetrics command on this Mac")]
+    if done.code == 0:
+        reason, remedy = "powermetrics prints no power that this version reads", "report its output: powermetrics -n 1 -i 1000"
+        return [present(POWERMETRICS, reason, remedy)]
+    return [present(POWERMETRICS, "denied to this user", REMEDY)]
+
+
+def _run(system: System) -> CommandResult:
+    return system.run(["powermetrics", "-n", "1", "-i", f"{PERIOD_S * 1000:.0f}", "--samplers", "cpu_power"])
+
+
+SOURCES = (
+    MeterSource(name=IOREPORT, find=find_ioreport, preference=Preference.COUNTER),
+    MeterSource(name=POWERMETRICS, find=find_powermetrics, preference=Preference.MODEL),
+)

@@ -1,104 +1,16 @@
-"""Binary and tabular formats: Windows' and perfetto's structures, NVIDIA's library, tables of external meters."""
+"""Windows' structures and NVIDIA's library."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from edge_devices.energy.external.table import import_csv
-from edge_devices.energy.virtual_meters import clock_offset
-from edge_devices.errors import MeasurementError, MeterError
-from edge_devices.machine.system import CommandResult, System
+from edge_devices.errors import MeterError
+from edge_devices.machine.system import System
 from edge_devices.meters import nvml, windows_emi
-from edge_devices.meters.android import power_stats
-from edge_devices.meters.android.perfetto import parse_rails
-from edge_devices.meters.android.power_stats import parse_channels
-from edge_devices.meters.base import Kind, MeterState, Sample, Trace
-from protobuf_messages import message
-
-FIXTURES = Path(__file__).parent / "fixtures"
-
-
-def table(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "meter.csv"
-    path.write_text(text)
-    return path
-
-
-def steps_trace(tmp_path, loads, offset: float) -> Trace:
-    rows = ["time,W"]
-    for i in range(4000):
-        t = i * 0.02
-        on = any(a <= t < b for a, b in loads)
-        rows.append(f"{t - offset},{7 if on else 2 + (i % 7) * 0.1}")
-    return import_csv(table(tmp_path, "\n".join(rows)))
-
-
-def test_clocks_align_by_load_steps(tmp_path):
-    loads = [(10.0, 13.0), (17.0, 22.0), (24.0, 32.0)]
-    assert clock_offset(steps_trace(tmp_path, loads, 123.4), loads, search=(0.0, 300.0)) == pytest.approx(123.4, abs=0.03)
-
-
-def test_clocks_that_fit_twice_or_not_at_all_are_refused(tmp_path):
-    even = [(10.0 + 6 * i, 13.0 + 6 * i) for i in range(8)]
-    with pytest.raises(MeasurementError, match="two places"):
-        clock_offset(steps_trace(tmp_path, even, 0.0), even[2:5], search=(-60.0, 60.0))
-    with pytest.raises(MeasurementError, match="no load step is visible"):
-        clock_offset(steps_trace(tmp_path, [], 0.0), even[:2], search=(-5.0, 5.0))
-    with pytest.raises(MeasurementError, match="1 load steps"):
-        clock_offset(steps_trace(tmp_path, even, 0.0), even[:1], search=(-5.0, 5.0))
-
-
-def rails_trace() -> bytes:
-    descriptors = [(1, message((1, i), (2, name), (4, 10))) for i, name in enumerate([b"S2M_VDD_CPUCL2", b"S1M_VDD_MIF"])]
-    early = [(2, message((1, i), (2, 1000), (3, 100 + i))) for i in range(2)]
-    late = [(2, message((1, i), (2, 1250), (3, 30203502 + i))) for i in range(2)]
-    return message(
-        (1, message((8, 7), (40, message(*descriptors, *early)))), (1, message((38, b"\x08\x01"))), (1, message((40, message(*late))))
-    )
-
-
-def test_perfetto_rails():
-    assert parse_rails(rails_trace()) == {"S2M_VDD_CPUCL2": 30203502, "S1M_VDD_MIF": 30203503}
-    assert parse_channels("  ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)") == {3: "S2M_VDD_CPUCL2"}
-
-
-def test_a_phones_trace_is_read_without_the_rest(tmp_path):
-    other = message((1, message((45, message((3, b"google/oriole:14"))))))
-    channels = b"ChannelId: 3, ChannelName: S2M_VDD_CPUCL2, ChannelSubsystem: CPU(BIG)\n"
-
-    def run(arguments, answer=b"", seconds=10.0):
-        if arguments[0] == "perfetto":
-            assert b"collect_power_rails: true" in answer
-            return CommandResult(code=0, output=other + rails_trace())
-        return CommandResult(code=0, output=channels) if "powerstats" in arguments else CommandResult(code=127, output=b"")
-
-    (tmp_path / "system").mkdir()
-    (tmp_path / "system/build.prop").write_text("")
-    phone = System(root=tmp_path, run=run, clock=lambda: 1.0)
-    (found,) = power_stats.find(phone)
-    assert found.meter.read().value == pytest.approx(60.407005)
-
-
-@given(st.integers(0, len(rails_trace()) - 1))
-def test_a_cut_trace_is_refused_or_read_in_part(size):
-    try:
-        assert parse_rails(rails_trace()[:size]).keys() <= {"S2M_VDD_CPUCL2", "S1M_VDD_MIF"}
-    except MeterError as error:
-        assert "record it again" in str(error)  # noqa: PT017
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(trace):
-    try:
-        parse_rails(trace)
-    except MeterError:
-        return
+from edge_devices.meters.base import Kind, MeterState
 
 
 def channel(name: str, unit: int = 0) -> bytes:
@@ -226,13 +138,3 @@ def test_nvidia_boards():
         raise OSError(name)
 
     assert nvml.find(System(platform="linux"), no_library)[0].state is MeterState.ABSENT
-
-
-def test_a_trace_refuses_what_is_no_time_line():
-    trace = Trace(facts=import_csv(FIXTURES / "fnirsi.txt").facts)
-    trace.add(Sample(1.0, 2.0))
-    for bad in (Sample(0.5, 2.0), Sample(2.0, float("nan"))):
-        with pytest.raises(MeasurementError, match="record it again"):
-            trace.add(bad)
-    with pytest.raises(MeasurementError, match="begins only after"):
-        trace.index_at(0.5)

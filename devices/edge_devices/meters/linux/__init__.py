@@ -1,1 +1,0 @@
-"""Meters read from Linux kernel files."""
