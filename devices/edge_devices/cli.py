@@ -11,10 +11,10 @@ from edge_devices.command_line import PanelGroup
 from edge_devices.energy.protocol import busy_load, characterise_meter
 from edge_devices.energy.recorder import Characteristics
 from edge_devices.energy.report import meter_lines
-from edge_devices.errors import DeviceError
+from edge_devices.errors import DeviceError, byte_text
 from edge_devices.machine.detection import Profile, detect_device, profiles
 from edge_devices.machine.facts import usable_processors
-from edge_devices.machine.memory import byte_text, read_bandwidth
+from edge_devices.machine.memory import read_bandwidth
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters

@@ -1,4 +1,6 @@
-"""The root of all errors, and the errors of the devices package. Each message says what was wrong, with the value, and what to do.
+"""The root of all errors, the errors of the devices package, and what messages are written with.
+
+Each message says what was wrong, with the value, and what to do.
 
 EdgeError
   DeviceError
@@ -47,6 +49,16 @@ def markdown_text(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """What a library says of an error, without what follows."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def byte_text(count: int) -> str:
+    """Returns a number of bytes as text: 512 B, 1.5 kB, 1.5 MB, 1.50 GB (decimal units)."""
+    if count < 1000:
+        return f"{count} B"
+    for unit, size in (("kB", 1e3), ("MB", 1e6)):
+        if count < size * 1000:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e9:.2f} GB"
 
 
 class EdgeError(Exception):

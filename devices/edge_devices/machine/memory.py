@@ -1,4 +1,4 @@
-"""Memory: bytes that this process took and may take, how bytes are printed, and the bandwidth of reads."""
+"""Memory: bytes that this process took and may take, and the bandwidth of reads."""
 
 from __future__ import annotations
 
@@ -129,16 +129,6 @@ def share_one_arena() -> None:
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
         if set_option is not None:
             set_option(_M_ARENA_MAX, 1)
-
-
-def byte_text(count: int) -> str:
-    """Returns a number of bytes as text: 512 B, 1.5 kB, 1.5 MB, 1.50 GB (decimal units)."""
-    if count < 1000:
-        return f"{count} B"
-    for unit, size in (("kB", 1e3), ("MB", 1e6)):
-        if count < size * 1000:
-            return f"{count / size:.1f} {unit}"
-    return f"{count / 1e9:.2f} GB"
 
 
 def _groups_available(root: Path) -> Iterator[int]:

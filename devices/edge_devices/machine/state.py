@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from edge_devices.errors import FrozenBatteryError, MeterError
+from edge_devices.errors import FrozenBatteryError, MeterError, byte_text
 from edge_devices.files.limited_read import parse_integer
-from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import NOT_FOUND, System, files_below
 
 # Facts about throttling: `vcgencmd get_throttled` (Raspberry Pi documentation), arch/x86/kernel/cpu/mce/therm_throt.c and

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.children import signal_name
-from edge_devices.errors import MeasurementError, one_line
+from edge_devices.errors import MeasurementError, byte_text, one_line
 from edge_devices.files.typed_json import from_json
-from edge_devices.machine.memory import byte_text
 from edge_devices.machine.state import DeviceState, changes, throttling
 from edge_devices.transports.jobs import JobState, JobStatus
 

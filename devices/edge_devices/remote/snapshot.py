@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from edge_devices.errors import one_line
+from edge_devices.errors import byte_text, one_line
 from edge_devices.files.limited_read import parse_integer
-from edge_devices.machine.memory import byte_text, mem_available
+from edge_devices.machine.memory import mem_available
 from edge_devices.machine.state import (
     STATE_COMMANDS,
     STATE_FILES,

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from edge_devices.errors import LinkError, TransportError
+from edge_devices.errors import LinkError, TransportError, byte_text
 from edge_devices.files.limited_read import parse_integer, sha256_of
-from edge_devices.machine.memory import byte_text
 from edge_devices.transports.base import Transport, last_line, shell
 from edge_devices.waiting import Report, no_report
 

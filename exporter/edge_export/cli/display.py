@@ -14,8 +14,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from edge_devices.errors import byte_text
 from edge_devices.files.typed_json import to_json
-from edge_devices.machine.memory import byte_text
 from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import Bundle, exported_quality
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text
 from edge_export.checkpoint.architecture import FULL, SLIDING, TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import CONTROL

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text
 from edge_export.checkpoint.safetensors import FloatType
 from edge_export.parity.comparison import (
     ROOM,

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.errors import byte_text
 from edge_devices.machine.facts import installed_version
-from edge_devices.machine.memory import available_memory_bytes, byte_text
+from edge_devices.machine.memory import available_memory_bytes
 from edge_export.checkpoint.architecture import HEAD, TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edge_devices.errors import errors_as
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text, errors_as
 from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.architecture import SPARSE_HEAD
 from edge_export.checkpoint.hub import fetched_checkpoint

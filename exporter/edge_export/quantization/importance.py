@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.safetensors import StoredTensor

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from edge_bench.devices.results import ENERGY, LOG, RUNS, WATCH, DeviceResult, complete_result, note_device
 from edge_devices.energy.virtual_meters import external_meter
-from edge_devices.errors import LinkError
+from edge_devices.errors import LinkError, byte_text
 from edge_devices.files.atomic_write import GROWING_SUFFIX
 from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.device_package import DevicePackage
-from edge_devices.machine.memory import byte_text
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import BATTERY_METERS, find_meters
 from edge_devices.remote.incidents import BY_SIGNAL, KEPT, JobHistory, find_incidents, read_job_history

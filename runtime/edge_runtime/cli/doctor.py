@@ -18,10 +18,10 @@ import click
 from packaging.requirements import Requirement
 
 from edge_devices.command_line import PanelCommand
+from edge_devices.errors import byte_text
 from edge_devices.files.user_cache import CACHE_VARIABLE, NOT_OURS, cache_folder, only_ours, read_entries
 from edge_devices.machine.detection import Device, detect_device
 from edge_devices.machine.device_package import DevicePackage, this_package
-from edge_devices.machine.memory import byte_text
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, MeterState
 from edge_devices.meters.search import find_meters

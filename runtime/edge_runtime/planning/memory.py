@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text
 from edge_runtime.bundle.gguf_header import KV_TYPES, QUANTIZATIONS, KvType, Quantization, row_bytes
 from edge_runtime.bundle.manifest import (
     AUDIO_ENCODER,

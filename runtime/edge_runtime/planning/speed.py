@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text
 from edge_runtime.bundle.bundle import exported_quality
 from edge_runtime.bundle.gguf_header import KvType, check_kv_type, row_bytes
 from edge_runtime.bundle.manifest import MEDIA_ENCODER, Architecture, Manifest, VisionSize

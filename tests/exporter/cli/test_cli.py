@@ -16,7 +16,7 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from edge_devices.machine.memory import byte_text
+from edge_devices.errors import byte_text
 from edge_export.checkpoint import sources
 from edge_export.cli import export
 from edge_export.cli.command import main

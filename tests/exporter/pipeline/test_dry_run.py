@@ -16,8 +16,8 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from click.testing import CliRunner
 
+from edge_devices.errors import byte_text
 from edge_devices.machine.detection import profiles
-from edge_devices.machine.memory import byte_text
 from edge_export.checkpoint.checkpoint import planned_checkpoint
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.checkpoint.weight_formats import SIZES, published_config

@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edge_devices.errors import EdgeError
+from edge_devices.errors import EdgeError, byte_text
 from edge_devices.files.atomic_write import clear_stale_in, unforeseen_temporary_of
 from edge_devices.files.user_cache import CacheFiles, cache_folder, only_ours
-from edge_devices.machine.memory import byte_text
 from edge_runtime.backends.kernels.loader import load_library, variant
 
 FOLDER = "packed"  # in the user's cache

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from edge_devices.children import Limits, limit_process, limited_command, print_answer, run_child
-from edge_devices.machine.memory import byte_text, mapped_bytes, share_one_arena
+from edge_devices.errors import byte_text
+from edge_devices.machine.memory import mapped_bytes, share_one_arena
 from edge_runtime.backends.llama.context import LlamaOptions
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.pair import open_with_drafter

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from edge_devices.machine.memory import address_space_left, available_memory_bytes, byte_text, share_one_arena
+from edge_devices.errors import byte_text
+from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
 from edge_runtime.backends.interface import CPU, Accelerator, OpenedPair, OpenRequest, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash
 from edge_runtime.backends.llama.context import MAX_SEQUENCES, LlamaOptions

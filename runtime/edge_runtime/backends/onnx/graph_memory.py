@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from edge_devices.errors import byte_text
 from edge_devices.files.protobuf_wire import WireError
-from edge_devices.machine.memory import address_space_left, available_memory_bytes, byte_text
+from edge_devices.machine.memory import address_space_left, available_memory_bytes
 from edge_runtime.bundle.bundle import read_part
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.bundle.onnx_file import INT64, MAX_DIMENSIONS, MAX_GRAPH_BYTES, Node, OnnxGraph, UnsoundGraphError, read_graph
