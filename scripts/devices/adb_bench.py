@@ -46,9 +46,9 @@ def main(bundle: Path, record: Path, serial: str | None, package: Path, on_the_p
     if on_the_phone:
         benchmark(bundle, record)
         return
-    from edge_devices.transports.adb import AdbTransport, usable_serials
-    from edge_devices.transports.file_sync import pull_file, push_file
-    from edge_devices.transports.jobs import JobState, poll_job, remove, start_job
+    from edge_devices.remote.file_sync import pull_file, push_file
+    from edge_devices.remote.jobs import JobState, poll_job, remove, start_job
+    from edge_devices.remote.transport import AdbTransport, usable_serials
 
     serial = serial or usable_serials()[0]
     if not package.exists():

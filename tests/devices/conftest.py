@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edge_devices.transports.ssh import SshTransport
+from edge_devices.remote.transport import SshTransport
 from ssh_host import SshHost
 
 

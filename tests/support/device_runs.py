@@ -9,7 +9,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from edge_bench.cli.main import main
-from edge_devices.transports.adb import AdbTransport
+from edge_devices.remote.transport import AdbTransport
 from fake_adbd import FakeAdbd
 from polling import wait
 

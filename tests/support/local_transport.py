@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edge_devices.errors import TransportError
 from edge_devices.machine.system import CommandResult, run_command
-from edge_devices.transports.base import COMMAND_SECONDS, MAX_OUTPUT_BYTES
+from edge_devices.remote.transport import COMMAND_SECONDS, MAX_OUTPUT_BYTES
 
 
 class LocalTransport:

@@ -1,1 +1,1 @@
-"""A job on another device: snapshot, preflight, monitor, what happened."""
+"""Another device: how it is reached, what is sent there, and a job on it, from its preflight to what happened."""

@@ -12,7 +12,7 @@ from edge_devices.children import signal_name
 from edge_devices.errors import MeasurementError, byte_text, one_line
 from edge_devices.files.typed_json import from_json
 from edge_devices.machine.state import DeviceState, changes, throttling
-from edge_devices.transports.jobs import JobState, JobStatus
+from edge_devices.remote.jobs import JobState, JobStatus
 
 MAX_LINE_CHARS = 1 << 16
 MAX_LINES = 1_000_000

@@ -24,8 +24,8 @@ from edge_devices.files.typed_json import to_json
 from edge_devices.machine.memory import available_memory_bytes
 from edge_devices.machine.state import DeviceState, read_state
 from edge_devices.machine.system import System
-from edge_devices.transports.base import Transport
-from edge_devices.transports.jobs import running_job
+from edge_devices.remote.jobs import running_job
+from edge_devices.remote.transport import Transport
 
 # Off the charger, Android suspends everything a while after the screen goes off. The shell user can take no wake lock, so the screen stays
 # on: its timeout is lengthened, and the phone is woken before each sample. The screen's watts are in idle power too. Doze is disabled.

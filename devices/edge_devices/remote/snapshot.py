@@ -22,8 +22,8 @@ from edge_devices.machine.state import (
 )
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters.search import SOURCES
-from edge_devices.transports.base import Transport, shell
-from edge_devices.transports.file_sync import free_bytes
+from edge_devices.remote.file_sync import free_bytes
+from edge_devices.remote.transport import Transport, shell
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,7 @@ from edge_devices.command_line import PanelCommand, one_sentence_errors, takes
 from edge_devices.errors import EdgeError
 from edge_devices.machine.device_package import read_package
 from edge_devices.option_fields import option
-from edge_devices.transports.adb import AdbTransport, usable_serials
-from edge_devices.transports.base import Transport
-from edge_devices.transports.ssh import SshTransport
+from edge_devices.remote.transport import AdbTransport, SshTransport, Transport, usable_serials
 from edge_runtime.cli.options import BundlePath
 from edge_runtime.errors import RequestError
 from edge_runtime.session.load_options import LoadOptions

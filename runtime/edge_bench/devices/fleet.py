@@ -18,7 +18,7 @@ from edge_bench.devices.remote_run import RemoteRequest, bench_on
 from edge_bench.devices.results import DEVICE, ENERGY, LOG, RUNS, WATCH, DeviceResult, read_result
 from edge_bench.measure.progress import note
 from edge_devices.errors import DeviceError, EdgeError, errors_as
-from edge_devices.transports.adb import AdbTransport, usable_serials
+from edge_devices.remote.transport import AdbTransport, usable_serials
 from edge_runtime.errors import RequestError
 
 ALL = "all"

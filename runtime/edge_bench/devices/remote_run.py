@@ -18,12 +18,12 @@ from edge_devices.files.user_cache import CACHE_VARIABLE
 from edge_devices.machine.device_package import DevicePackage
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import BATTERY_METERS, find_meters
+from edge_devices.remote.file_sync import pull_file, push_file, push_tree, retried
 from edge_devices.remote.incidents import BY_SIGNAL, KEPT, JobHistory, find_incidents, read_job_history
 from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING, restore_settings
+from edge_devices.remote.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
-from edge_devices.transports.base import Transport, prepare_folder
-from edge_devices.transports.file_sync import pull_file, push_file, push_tree, retried
-from edge_devices.transports.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
+from edge_devices.remote.transport import Transport, prepare_folder
 from edge_devices.waiting import Report
 from edge_runtime.bundle.bundle import SIGNATURE_NAME, CheckMode, open_bundle
 from edge_runtime.bundle.manifest import MANIFEST_NAME

@@ -16,11 +16,10 @@ from edge_devices.machine.system import CommandResult
 from edge_devices.meters import windows_emi
 from edge_devices.meters.android import parse_channels, parse_rail_trace
 from edge_devices.meters.search import find_meters
+from edge_devices.remote.file_sync import device_files, free_bytes
+from edge_devices.remote.jobs import poll_job
 from edge_devices.remote.snapshot import RecordedSystem, Recording
-from edge_devices.transports.adb import parse_devices
-from edge_devices.transports.base import frame_command, prepare_folder
-from edge_devices.transports.file_sync import device_files, free_bytes
-from edge_devices.transports.jobs import poll_job
+from edge_devices.remote.transport import frame_command, parse_devices, prepare_folder
 from fuzzing.readers import PARSED, Read, Reader, from_file
 
 _READS = 2

@@ -1,4 +1,4 @@
-"""Files that people name: read to the end, if that is near."""
+"""Files that people name: read to the end, if that is near; and numbers of few digits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_devices.files.limited_read import FileTooLarge, lines_at_most, read_at_most, read_regular, sha256_of
+from edge_devices.files.limited_read import FileTooLarge, lines_at_most, parse_integer, read_at_most, read_regular, sha256_of
 
 ZERO = Path("/dev/zero")
 
@@ -86,3 +86,13 @@ def test_a_file_and_its_beginning(tmp_path: Path, length: int | None) -> None:
     path.write_bytes(DATA)
     assert sha256_of(path, length, done.append) == hashlib.sha256(DATA[:length]).hexdigest()
     assert sum(done) == len(DATA[:length])
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("137", 137), ("9" * 18, 10**18 - 1), ("007", 7)])
+def test_up_to_18_digits_are_a_number(text: str, number: int) -> None:
+    assert parse_integer(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "+1", " 1", "1 ", "1.0", "1_0", "0x1", "１", "²", "9" * 19])
+def test_any_other_text_is_no_number(text: str) -> None:
+    assert parse_integer(text) is None

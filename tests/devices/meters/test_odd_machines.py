@@ -15,7 +15,7 @@ from edge_devices.errors import LinkError, MeterError
 from edge_devices.meters.base import Finding, Kind, Meter, MeterFacts, MeterState, Scope, Trace
 from edge_devices.meters.search import choose_meter, find_meters, no_meter_reason
 from edge_devices.remote.snapshot import RecordedSystem, Recording
-from edge_devices.transports.adb import AdbTransport
+from edge_devices.remote.transport import AdbTransport
 from recordings import FIXTURES, read_recording
 
 SUPPLY = "sys/class/power_supply"

@@ -17,12 +17,11 @@ from edge_devices.energy.report import meter_lines
 from edge_devices.errors import MeasurementError, TransportError, one_line, printable
 from edge_devices.machine.system import CommandResult
 from edge_devices.meters.base import present
+from edge_devices.remote.file_sync import device_files, free_bytes
 from edge_devices.remote.incidents import read_job_history
+from edge_devices.remote.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.remote.snapshot import MARK, take_snapshot
-from edge_devices.transports.base import prepare_folder, shell
-from edge_devices.transports.file_sync import device_files, free_bytes
-from edge_devices.transports.jobs import JobState, poll_job, start_job, stop_job
-from edge_devices.transports.ssh import PREFIX, SshTransport
+from edge_devices.remote.transport import SOCKET_PREFIX, SshTransport, prepare_folder, shell
 from local_transport import LocalTransport
 from polling import dead_process, wait
 
@@ -119,7 +118,7 @@ def test_no_escape_sequence_reaches_the_terminal(capsys: pytest.CaptureFixture[s
 @pytest.mark.skipif(shutil.which("ssh") is None or shutil.which("sftp") is None, reason="needs ssh (apt install openssh-client)")
 def test_folders_of_killed_ssh_masters_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old, own = tmp_path / f"{PREFIX}{dead_process()}-x", tmp_path / f"{PREFIX}{os.getpid()}-x"
+    old, own = tmp_path / f"{SOCKET_PREFIX}{dead_process()}-x", tmp_path / f"{SOCKET_PREFIX}{os.getpid()}-x"
     for folder in (old, own):
         folder.mkdir()
     SshTransport("pi").close()

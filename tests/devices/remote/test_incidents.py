@@ -16,9 +16,9 @@ from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
 from edge_devices.remote.incidents import JobHistory, StateSample, find_incidents, read_job_history
 from edge_devices.remote.job_monitor import STILL_CHARGING, main
+from edge_devices.remote.jobs import JobState, JobStatus
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
-from edge_devices.transports.adb import AdbTransport
-from edge_devices.transports.jobs import JobState, JobStatus
+from edge_devices.remote.transport import AdbTransport
 from fake_adbd import FakeAdbd
 from local_transport import LocalTransport
 from phones import Desk

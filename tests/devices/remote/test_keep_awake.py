@@ -11,8 +11,8 @@ import pytest
 
 from edge_devices.machine.system import System, run_command
 from edge_devices.remote.job_monitor import kept_awake, restore_settings
-from edge_devices.transports.adb import AdbTransport
-from edge_devices.transports.jobs import start_job
+from edge_devices.remote.jobs import start_job
+from edge_devices.remote.transport import AdbTransport
 from fake_adbd import FakeAdbd
 from fake_phone import FakePhone
 from phones import Desk

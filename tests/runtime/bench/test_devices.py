@@ -19,8 +19,8 @@ from device_runs import bench, hold, in_background, wait_for, when_running
 from edge_bench.devices import remote_run as remote
 from edge_bench.measure.records import line_of, read_records
 from edge_devices.errors import LinkError
-from edge_devices.transports.adb import AdbTransport
-from edge_devices.transports.file_sync import retried
+from edge_devices.remote.file_sync import retried
+from edge_devices.remote.transport import AdbTransport
 from fake_adbd import FakeAdbd
 from fake_phone import PI, FakePhone
 from phones import Desk

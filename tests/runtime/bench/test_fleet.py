@@ -17,7 +17,7 @@ from bench_records import whole_benchmark
 from device_runs import bench, hold, in_background
 from edge_bench.devices import fleet
 from edge_bench.measure.records import Run
-from edge_devices.transports.adb import AdbTransport
+from edge_devices.remote.transport import AdbTransport
 from polling import wait
 from stub_package import ROOT, stub_bundle, stub_package
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from edge_bench.cli.main import main as edge_bench
 from edge_bench.measure.records import read_records
-from edge_devices.transports.adb import AdbTransport
+from edge_devices.remote.transport import AdbTransport
 from fake_adbd import FakeAdbd
 from phones import Desk
 from stub_package import stub_package

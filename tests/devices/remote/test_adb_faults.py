@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from edge_devices.errors import LinkError, TransportError
-from edge_devices.transports import file_sync as tree
-from edge_devices.transports.adb import AdbTransport, usable_serials
-from edge_devices.transports.base import prepare_folder
+from edge_devices.remote import file_sync as tree
+from edge_devices.remote.transport import AdbTransport, prepare_folder, usable_serials
 from fake_adbd import FakeAdbd
 from phones import Desk
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.machine.system import CommandResult
-from edge_devices.transports import file_sync as tree
-from edge_devices.transports.adb import AdbTransport
-from edge_devices.transports.base import Transport, frame_command, prepare_folder, shell
-from edge_devices.transports.jobs import JobState, poll_job, remove, running_job, start_job, stop_job
-from edge_devices.transports.ssh import SshTransport
+from edge_devices.remote import file_sync as tree
+from edge_devices.remote.jobs import JobState, poll_job, remove, running_job, start_job, stop_job
+from edge_devices.remote.transport import AdbTransport, SshTransport, Transport, frame_command, prepare_folder, shell
 from fake_adbd import FakeAdbd
 from local_transport import LocalTransport
 from phones import Desk

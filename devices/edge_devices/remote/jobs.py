@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from edge_devices.errors import TransportError
 from edge_devices.files.limited_read import parse_integer
-from edge_devices.transports.base import Transport, shell
+from edge_devices.remote.transport import Transport, shell
 
 EXISTS, BUSY = 17, 18
 BOOT_ID = "/proc/sys/kernel/random/boot_id"

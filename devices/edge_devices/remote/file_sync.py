@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from edge_devices.errors import LinkError, TransportError, byte_text
 from edge_devices.files.limited_read import parse_integer, sha256_of
-from edge_devices.transports.base import Transport, last_line, shell
+from edge_devices.remote.transport import Transport, last_line, shell
 from edge_devices.waiting import Report, no_report
 
 Outcome = TypeVar("Outcome")

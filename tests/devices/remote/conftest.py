@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edge_devices.transports import file_sync
+from edge_devices.remote import file_sync
 
 CHUNK_BYTES = 1 << 20
 
