@@ -19,8 +19,16 @@ from edge_devices.machine.device_package import DevicePackage
 from edge_devices.meters.base import Scope
 from edge_devices.meters.search import BATTERY_METERS, find_meters
 from edge_devices.remote.file_sync import pull_file, push_file, push_tree, retried
-from edge_devices.remote.incidents import BY_SIGNAL, KEPT, JobHistory, find_incidents, read_job_history
-from edge_devices.remote.job_monitor import MAX_WAIT_SECONDS, STILL_CHARGING, restore_settings
+from edge_devices.remote.job_monitor import (
+    BY_SIGNAL,
+    KEPT,
+    MAX_WAIT_SECONDS,
+    STILL_CHARGING,
+    JobHistory,
+    find_incidents,
+    read_job_history,
+    restore_settings,
+)
 from edge_devices.remote.jobs import JobState, JobStatus, busy, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.remote.transport import Transport, prepare_folder

@@ -18,7 +18,7 @@ from edge_devices.errors import MeasurementError, TransportError, one_line, prin
 from edge_devices.machine.system import CommandResult
 from edge_devices.meters.base import present
 from edge_devices.remote.file_sync import device_files, free_bytes
-from edge_devices.remote.incidents import read_job_history
+from edge_devices.remote.job_monitor import read_job_history
 from edge_devices.remote.jobs import JobState, poll_job, start_job, stop_job
 from edge_devices.remote.snapshot import MARK, take_snapshot
 from edge_devices.remote.transport import SOCKET_PREFIX, SshTransport, prepare_folder, shell

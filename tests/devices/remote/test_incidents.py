@@ -14,8 +14,7 @@ import pytest
 from edge_devices.children import module_command
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.state import DeviceState
-from edge_devices.remote.incidents import JobHistory, StateSample, find_incidents, read_job_history
-from edge_devices.remote.job_monitor import STILL_CHARGING, main
+from edge_devices.remote.job_monitor import STILL_CHARGING, JobHistory, StateSample, find_incidents, main, read_job_history
 from edge_devices.remote.jobs import JobState, JobStatus
 from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, preflight_warnings, take_snapshot
 from edge_devices.remote.transport import AdbTransport
