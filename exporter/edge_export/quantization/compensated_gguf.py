@@ -13,105 +13,131 @@ from edge_export.checkpoint.checkpoint import Checkpoint, read_gguf_header
 from edge_export.checkpoint.safetensors import StoredTensor, read_rows
 from edge_export.gguf.keys import gguf_name
 from edge_export.quantization.importance import Factor, Floats, Importance, Rounded, compensated
-from edge_runtime.bundle.gguf_header import TensorInfo
-
-# Layouts: llama.cpp, ggml/src/ggml-common.h (block_q4_0, block_q4_1, block_q5_0, block_q4_K, block_q5_K, block_q6_K) and ggml-quants.c.
+from edge_runtime.bundle.gguf_header import TENSOR_TYPES, TYPE_NUMBERS, TensorInfo
 
 Bytes = NDArray[np.uint8]
-_Q4_0, _Q4_1, _Q5_0, _Q4_K, _Q5_K, _Q6_K = 2, 3, 6, 12, 13, 14
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Where the blocks of a type have `bits` bits of every level: from byte `at` on, in runs of `run` bytes.
+
+    The bytes of a run hold the lowest of their bits for as many levels in order, then the next ones for the levels that follow, and so on.
+    """
+
+    at: int
+    bits: int
+    run: int
+
+    def read(self, blocks: Bytes, weights: int) -> Bytes:
+        """Returns these bits of the levels [n, weights] of blocks [n, bytes]."""
+        packed = blocks[:, self.at : self._end(weights)].reshape(len(blocks), -1, 1, self.run)
+        levels: Bytes = ((packed >> self._shifts) & np.uint8((1 << self.bits) - 1)).reshape(len(blocks), weights)
+        return levels
+
+    def write(self, blocks: Bytes, levels: Bytes) -> None:
+        """Puts the lowest bits of levels [n, weights] into blocks [n, bytes]."""
+        apart = (levels & np.uint8((1 << self.bits) - 1)).reshape(len(blocks), -1, 8 // self.bits, self.run)
+        blocks[:, self.at : self._end(levels.shape[1])] = np.bitwise_or.reduce(apart << self._shifts, axis=2).reshape(len(blocks), -1)
+
+    @property
+    def _shifts(self) -> Bytes:
+        return np.arange(0, 8, self.bits, dtype=np.uint8)[:, None]
+
+    def _end(self, weights: int) -> int:
+        return self.at + weights * self.bits // 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """A ggml type: weights and bytes of a block, weights that share a scale, the highest level, and where its levels' low bits begin."""
+    """A ggml type whose weights are scale * level + offset, with one scale for each `group` of them.
 
-    weights: int
-    bytes: int
+    `levels` are the places of a level's bits, the lowest bits first. `scales` returns the scales and offsets of blocks [n, bytes], float32
+    [n, groups].
+    """
+
+    name: str
     group: int
-    top: int
-    low: int
+    levels: tuple[Bits, ...]
+    scales: Callable[[Bytes], tuple[Floats, Floats]]
+
+    @property
+    def weights(self) -> int:
+        """Weights of a block."""
+        return TENSOR_TYPES[TYPE_NUMBERS[self.name]].weights
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a block."""
+        return TENSOR_TYPES[TYPE_NUMBERS[self.name]].bytes
+
+    @property
+    def top(self) -> int:
+        """The highest level."""
+        return (1 << sum(part.bits for part in self.levels)) - 1
+
+    def read_levels(self, blocks: Bytes) -> Bytes:
+        """Returns the levels [n, weights] of blocks [n, bytes]."""
+        levels, shift = self.levels[0].read(blocks, self.weights), self.levels[0].bits
+        for part in self.levels[1:]:
+            levels, shift = levels | part.read(blocks, self.weights) << np.uint8(shift), shift + part.bits
+        return levels
+
+    def with_levels(self, blocks: Bytes, levels: Bytes) -> Bytes:
+        """Returns blocks [n, bytes] with the same scales and these levels [n, weights]."""
+        made = blocks.copy()
+        for part in self.levels:
+            part.write(made, levels)
+            levels = levels >> np.uint8(part.bits)
+        return made
 
 
-BLOCK_TYPES = {
-    _Q4_0: BlockType(weights=32, bytes=18, group=32, top=15, low=2),
-    _Q4_1: BlockType(weights=32, bytes=20, group=32, top=15, low=4),
-    _Q5_0: BlockType(weights=32, bytes=22, group=32, top=31, low=6),
-    _Q4_K: BlockType(weights=256, bytes=144, group=32, top=15, low=16),
-    _Q5_K: BlockType(weights=256, bytes=176, group=32, top=31, low=48),
-    _Q6_K: BlockType(weights=256, bytes=210, group=16, top=63, low=0),
-}
-
-
-def read_levels(kind: int, blocks: Bytes) -> Bytes:
-    """Returns the levels [n, weights] of blocks [n, bytes] of a type in BLOCK_TYPES."""
-    count, low = len(blocks), _low_bits(kind, blocks)
-    if kind == _Q5_0:
-        low = low | (np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little") << np.uint8(4))
-    elif kind == _Q5_K:
-        high: Bytes = (blocks[:, 16:48, None] >> np.arange(8, dtype=np.uint8)) & np.uint8(1)
-        low = low | (high.transpose(0, 2, 1).reshape(count, -1) << np.uint8(4))
-    elif kind == _Q6_K:
-        high = (blocks[:, 128:192].reshape(count, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & np.uint8(3)
-        low = low | (high.reshape(count, -1) << np.uint8(4))
-    return low
-
-
-def with_levels(kind: int, blocks: Bytes, levels: Bytes) -> Bytes:
-    """Returns blocks [n, bytes] with the same scales and these levels [n, weights]."""
-    made, type, count = blocks.copy(), BLOCK_TYPES[kind], len(blocks)
-    halves = _half(kind)
-    nibbles = (levels & 15).reshape(count, -1, 2, halves)
-    packed = (nibbles[:, :, 0] | (nibbles[:, :, 1] << np.uint8(4))).reshape(count, -1)
-    made[:, type.low : type.low + packed.shape[1]] = packed
-    high = levels >> np.uint8(4)
-    if kind == _Q5_0:
-        made[:, 2:6] = np.packbits(high, axis=1, bitorder="little")
-    elif kind == _Q5_K:
-        made[:, 16:48] = (high.reshape(count, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8)
-    elif kind == _Q6_K:
-        shifted = high.reshape(count, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-        made[:, 128:192] = shifted.sum(axis=2, dtype=np.uint8).reshape(count, 64)
-    return made
-
-
-def read_scales(kind: int, blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Returns scales and offsets, float32 [n, groups]: a weight is scale * level + offset."""
-    if kind == _Q6_K:
-        scales = _half_floats(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
-        return scales, scales * np.float32(-32)
-    first = _half_floats(blocks, 0)
-    if kind in (_Q4_0, _Q5_0):
-        return first, first * np.float32(-8 if kind == _Q4_0 else -16)
-    second = _half_floats(blocks, 2)
-    if kind == _Q4_1:
-        return first, second
-    scales, mins = _six_bits(blocks[:, 4:16])
-    return first * scales, -second * mins
-
-
-def _half(kind: int) -> int:
-    """A byte has the low bits of two levels that are so many weights apart."""
-    return {_Q4_0: 16, _Q4_1: 16, _Q5_0: 16, _Q6_K: 64}.get(kind, 32)
-
-
-def _low_bits(kind: int, blocks: Bytes) -> Bytes:
-    type, half = BLOCK_TYPES[kind], _half(kind)
-    packed = blocks[:, type.low : type.low + type.weights // 2].reshape(len(blocks), -1, 1, half)
-    levels: Bytes = ((packed >> np.array([[0], [4]], np.uint8)) & np.uint8(15)).reshape(len(blocks), -1)
-    return levels
-
-
-def _half_floats(blocks: Bytes, at: int) -> NDArray[np.float32]:
+def _half_floats(blocks: Bytes, at: int) -> Floats:
     """The float16 at this byte of each block, [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
-def _six_bits(packed: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The scales and minima [n, 8] of 12 bytes: 6 bits each, the upper 2 of the last four in the upper bits of the first."""
-    scales, mins, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+def _around(level: int) -> Callable[[Bytes], tuple[Floats, Floats]]:
+    """One scale, and this level for 0."""
+
+    def scales(blocks: Bytes) -> tuple[Floats, Floats]:
+        scale = _half_floats(blocks, 0)
+        return scale, scale * np.float32(-level)
+
+    return scales
+
+
+def _scale_and_offset(blocks: Bytes) -> tuple[Floats, Floats]:
+    return _half_floats(blocks, 0), _half_floats(blocks, 2)
+
+
+def _six_bits(blocks: Bytes) -> tuple[Floats, Floats]:
+    """8 scales and 8 minima of 6 bits, times a float16 each. The upper 2 bits of the last four stand above those of the first four."""
+    scales, mins, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     all_scales = np.concatenate([scales & 63, both & 15 | (scales >> 2) & 48], axis=1)
     all_mins = np.concatenate([mins & 63, both >> 4 | (mins >> 2) & 48], axis=1)
-    return all_scales.astype(np.float32), all_mins.astype(np.float32)
+    return _half_floats(blocks, 0) * all_scales.astype(np.float32), -_half_floats(blocks, 2) * all_mins.astype(np.float32)
+
+
+def _signed_bytes(blocks: Bytes) -> tuple[Floats, Floats]:
+    """16 signed scales of 8 bits, times a float16; level 32 is 0."""
+    scales = _half_floats(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return scales, scales * np.float32(-32)
+
+
+# The types whose errors can be compensated, by ggml's numbers; files may hold others, which stay as llama.cpp wrote them.
+# Layouts: llama.cpp, ggml/src/ggml-common.h (block_q4_0 and so on) and ggml-quants.c.
+BLOCK_TYPES = {
+    TYPE_NUMBERS[kind.name]: kind
+    for kind in (
+        BlockType(name="q4_0", group=32, levels=(Bits(2, 4, 16),), scales=_around(8)),
+        BlockType(name="q4_1", group=32, levels=(Bits(4, 4, 16),), scales=_scale_and_offset),
+        BlockType(name="q5_0", group=32, levels=(Bits(6, 4, 16), Bits(2, 1, 1)), scales=_around(16)),
+        BlockType(name="q4_K", group=32, levels=(Bits(16, 4, 32),), scales=_six_bits),
+        BlockType(name="q5_K", group=32, levels=(Bits(48, 4, 32), Bits(16, 1, 32)), scales=_six_bits),
+        BlockType(name="q6_K", group=16, levels=(Bits(0, 4, 64), Bits(128, 2, 32)), scales=_signed_bytes),
+    )
+}
 
 
 def compensate_gguf(path: Path, checkpoint: Checkpoint, importance: Importance, progress: Callable[[int], None] = lambda _: None) -> None:
@@ -136,15 +162,14 @@ def _rewrite(path: Path, info: TensorInfo, tensor: StoredTensor, factor: Factor)
     at = 0
     for weights in read_rows(tensor):
         here = blocks[at : at + len(weights)]
-        here[:] = _levels_anew(info.type, np.array(here).reshape(-1, type.bytes), weights, factor).reshape(here.shape)
+        here[:] = _levels_anew(type, np.array(here).reshape(-1, type.bytes), weights, factor).reshape(here.shape)
         at += len(weights)
     blocks.flush()
 
 
-def _levels_anew(kind: int, blocks: Bytes, weights: Floats, factor: Factor) -> Bytes:
+def _levels_anew(type: BlockType, blocks: Bytes, weights: Floats, factor: Factor) -> Bytes:
     """Blocks [rows * blocks, bytes] of weights [rows, columns], with other levels."""
-    type, rows = BLOCK_TYPES[kind], len(weights)
-    scales, offsets = (part.reshape(rows, -1) for part in read_scales(kind, blocks))
-    plain = Rounded(levels=read_levels(kind, blocks).reshape(rows, -1), scales=scales, offsets=offsets, group=type.group, top=type.top)
-    made = compensated(weights, plain, factor)
-    return with_levels(kind, blocks, made.levels.reshape(len(blocks), -1))
+    rows = len(weights)
+    scales, offsets = (part.reshape(rows, -1) for part in type.scales(blocks))
+    plain = Rounded(levels=type.read_levels(blocks).reshape(rows, -1), scales=scales, offsets=offsets, group=type.group, top=type.top)
+    return type.with_levels(blocks, compensated(weights, plain, factor).levels.reshape(len(blocks), -1))

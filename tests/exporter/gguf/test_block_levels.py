@@ -7,7 +7,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from edge_export.quantization.compensated_gguf import BLOCK_TYPES, Bytes, read_levels, read_scales, with_levels
+from edge_export.quantization.compensated_gguf import BLOCK_TYPES, Bytes
 
 # Where each type has its float16 scales.
 HALVES = {2: (0,), 3: (0, 2), 6: (0,), 12: (0, 2), 13: (0, 2), 14: (208,)}
@@ -25,7 +25,7 @@ def made(kind: int) -> Bytes:
 @pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
 def test_scales_and_levels_are_the_weights(kind: int) -> None:
     blocks, type = made(kind), BLOCK_TYPES[kind]
-    levels, (scales, offsets) = read_levels(kind, blocks), read_scales(kind, blocks)
+    levels, (scales, offsets) = type.read_levels(blocks), type.scales(blocks)
     assert levels.shape == (64, type.weights)
     assert set(np.unique(levels)) == set(range(type.top + 1))
     weights = levels * np.repeat(scales, type.group, axis=1) + np.repeat(offsets, type.group, axis=1)
@@ -35,9 +35,9 @@ def test_scales_and_levels_are_the_weights(kind: int) -> None:
 @pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
 def test_other_levels_leave_the_scales(kind: int) -> None:
     blocks, type = made(kind), BLOCK_TYPES[kind]
-    assert np.array_equal(with_levels(kind, blocks, read_levels(kind, blocks)), blocks)
+    assert np.array_equal(type.with_levels(blocks, type.read_levels(blocks)), blocks)
     other = np.random.default_rng(0).integers(0, type.top + 1, (64, type.weights), dtype=np.uint8)
-    changed = with_levels(kind, blocks, other)
-    assert np.array_equal(read_levels(kind, changed), other)
-    for before, after in zip(read_scales(kind, blocks), read_scales(kind, changed), strict=True):
+    changed = type.with_levels(blocks, other)
+    assert np.array_equal(type.read_levels(changed), other)
+    for before, after in zip(type.scales(blocks), type.scales(changed), strict=True):
         assert np.array_equal(before, after)
