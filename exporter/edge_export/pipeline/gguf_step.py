@@ -21,9 +21,8 @@ from edge_export.output import BundlePart
 from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parity
 from edge_export.pipeline.bundle_files import copy_file
 from edge_export.pipeline.request import DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, TRAINED_QUANTIZATION, ExportJob
-from edge_export.quantization.compensated_gguf import compensate_gguf
+from edge_export.quantization.gguf_quantization import DIRECT, compensate_gguf, library_version, quantize_gguf
 from edge_export.quantization.importance import Importance, matrix_kind
-from edge_export.quantization.llama_quantize import DIRECT, library_version, quantize_gguf
 from edge_runtime.bundle.gguf_gemma4 import check_header
 from edge_runtime.bundle.gguf_header import QUANTIZATIONS, GgufError, parse_gguf_header
 from edge_runtime.bundle.manifest import MEDIA_ENCODER

@@ -24,8 +24,8 @@ from edge_runtime.errors import RequestError
 
 # The one table of what GGUF files hold: ggml's types of tensors, and the quantizations of whole files, which mix some of them.
 #
-# To add a quantization, add an entry to `_QUANTIZATIONS`: with a `kl_limit`, edge-export offers it. Its error compensation
-# (`--calibrate`) also needs the layout of its blocks in edge_export/quantization/compensated_gguf.py.
+# To add a quantization, add an entry to `_QUANTIZATIONS`: with a `kl_limit`, edge-export offers it. For error compensation (`--calibrate`)
+# its matrices' type also needs a row in `BLOCK_TYPES` of edge_export/quantization/gguf_quantization.py.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +125,7 @@ def _named(name: str) -> TensorType:
 # larger models, and at most 1.0, where perplexity has doubled or tripled. q5_k_m and q6_k were not measured there and have those of
 # their neighbours.
 # In the mixes named _M a fifth of the weights of a Gemma 4 is q6_K, with all of ffn_down three tenths.
+# Those offered come first, from the smallest to the largest: where an export loses too much, the next one is recommended.
 _QUANTIZATIONS = (
     Quantization(name="q4_0", file_type=2, matrices=(("q4_0", 1),), tables="q6_K", kl_limit=1.0, weighed=True),
     Quantization(

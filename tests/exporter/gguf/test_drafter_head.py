@@ -16,7 +16,7 @@ gguf = pytest.importorskip("gguf")
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.errors import CheckpointError
 from edge_export.gguf.writer import head_bytes, write_gguf, write_head
-from edge_export.quantization.llama_quantize import quantize_gguf
+from edge_export.quantization.gguf_quantization import quantize_gguf
 
 Folders = Callable[[str], Path]
 ASSISTANTS = ["e2b-assistant", "e4b-assistant"]

@@ -27,9 +27,9 @@ from edge_export.pipeline import export as pipeline
 from edge_export.quantization import calibration, importance_sources
 from edge_export.quantization import importance as quantization_importance
 from edge_export.quantization.calibration import CalibrationRequest, calibrate, chunks_of, read_text
+from edge_export.quantization.gguf_quantization import quantize_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted
 from edge_export.quantization.importance_sources import LAYERS_FILE, SAVED, ImportanceSources
-from edge_export.quantization.llama_quantize import quantize_gguf
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import ImportanceSource
 from progress_log import ProgressLog

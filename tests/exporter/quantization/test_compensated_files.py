@@ -20,9 +20,8 @@ from edge_export.gguf.keys import gguf_name
 from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec
 from edge_export.onnx.weights import WeightFile, WeightFormat
-from edge_export.quantization.compensated_gguf import compensate_gguf
+from edge_export.quantization.gguf_quantization import compensate_gguf, quantize_gguf
 from edge_export.quantization.importance import Importance, SecondMoments
-from edge_export.quantization.llama_quantize import quantize_gguf
 from edge_runtime.bundle.manifest import ImportanceSource
 
 Folders = Callable[[str], Path]

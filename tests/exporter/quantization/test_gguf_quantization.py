@@ -1,29 +1,30 @@
-"""Quantization through llama.cpp: the files it makes, and how its failures and deaths are told."""
+"""Quantization through llama.cpp: the files it makes, how its failures and deaths are told, and the levels and scales of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_export.checkpoint.checkpoint import open_checkpoint, quantization_of, read_gguf_header
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.errors import ExportError
 from edge_export.gguf.writer import write_gguf
-from edge_export.quantization import llama_quantize as quantize
-from edge_export.quantization.llama_quantize import DIRECT, check_quantization, quantize_gguf
+from edge_export.quantization import gguf_quantization
+from edge_export.quantization.gguf_quantization import BLOCK_TYPES, DIRECT, Bytes, check_quantization, quantize_gguf
 from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TENSOR_TYPES
 
-pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
 Folders = Callable[[str], Path]
 Q4_0, Q8_0 = 2, 8
 
 
 @pytest.fixture
 def source(member_folder: Folders, tmp_path: Path) -> Path:
+    pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
     path = tmp_path / "source.gguf"
     write_gguf(open_checkpoint(member_folder("e2b-text")), path, "f32", lambda _: None)
     return path
@@ -44,6 +45,7 @@ def test_matrices_get_the_type_and_progress_counts_the_file(quantization: str, k
 
 @pytest.mark.parametrize("quantization", [name for name in OFFERED if name not in DIRECT])
 def test_a_file_has_the_types_and_the_size_of_its_entry_in_the_table(quantization: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama.cpp quantizes")
     checkpoint = open_checkpoint(reference_pair()[0])
     write_gguf(checkpoint, tmp_path / "whole.gguf", "f16", lambda _: None)
     quantize_gguf(tmp_path / "whole.gguf", tmp_path / "out.gguf", quantization, 2)
@@ -81,7 +83,7 @@ def test_a_dying_child_is_an_error(source: Path, tmp_path: Path, monkeypatch: py
     dying = tmp_path / "dying"
     dying.write_text("#!/bin/sh\necho 'loading' >&2\necho 'x.c:7: GGML_ASSERT(n > 0) failed' >&2\nkill -ABRT $$\n")
     dying.chmod(0o755)
-    monkeypatch.setattr(quantize.sys, "executable", str(dying))
+    monkeypatch.setattr(gguf_quantization.sys, "executable", str(dying))
     with pytest.raises(ExportError, match=r"\(it died of SIGABRT\): x.c:7: GGML_ASSERT"):
         quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1)
 
@@ -90,7 +92,7 @@ def test_the_child_ends_with_an_interrupted_parent(source: Path, tmp_path: Path,
     sleeping = tmp_path / "sleeping"
     sleeping.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/process\nexec sleep 600\n")
     sleeping.chmod(0o755)
-    monkeypatch.setattr(quantize.sys, "executable", str(sleeping))
+    monkeypatch.setattr(gguf_quantization.sys, "executable", str(sleeping))
 
     def interrupted(_: int) -> None:
         if (tmp_path / "process").exists():
@@ -100,3 +102,38 @@ def test_the_child_ends_with_an_interrupted_parent(source: Path, tmp_path: Path,
         quantize_gguf(source, tmp_path / "out.gguf", "q8_0", 1, interrupted)
     process = int((tmp_path / "process").read_text())
     assert not Path(f"/proc/{process}").exists()
+
+
+# Where each type has its float16 scales.
+HALVES = {2: (0,), 3: (0, 2), 6: (0,), 12: (0, 2), 13: (0, 2), 14: (208,)}
+
+
+def made(kind: int) -> Bytes:
+    """Blocks of any bytes but finite scales."""
+    random = np.random.default_rng(kind)
+    blocks = random.integers(0, 256, (64, BLOCK_TYPES[kind].bytes), dtype=np.uint8)
+    for at in HALVES[kind]:
+        blocks[:, at : at + 2] = random.normal(size=(64, 1)).astype("<f2").view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
+def test_scales_and_levels_are_the_weights(kind: int) -> None:
+    """As gguf's own code reads them."""
+    blocks, type = made(kind), BLOCK_TYPES[kind]
+    levels, (scales, offsets) = type.read_levels(blocks), type.scales(blocks)
+    assert levels.shape == (64, type.weights)
+    assert set(np.unique(levels)) == set(range(type.top + 1))
+    weights = levels * np.repeat(scales, type.group, axis=1) + np.repeat(offsets, type.group, axis=1)
+    assert np.array_equal(weights, gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind)))
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
+def test_other_levels_leave_the_scales(kind: int) -> None:
+    blocks, type = made(kind), BLOCK_TYPES[kind]
+    assert np.array_equal(type.with_levels(blocks, type.read_levels(blocks)), blocks)
+    other = np.random.default_rng(0).integers(0, type.top + 1, (64, type.weights), dtype=np.uint8)
+    changed = type.with_levels(blocks, other)
+    assert np.array_equal(type.read_levels(changed), other)
+    for before, after in zip(type.scales(blocks), type.scales(changed), strict=True):
+        assert np.array_equal(before, after)
