@@ -74,7 +74,7 @@ def test_one_heavy_library_has_one_importing_module(package):
                 importers.setdefault(name.split(".")[0], set()).add(path.relative_to(ROOT / package).as_posix())
     # Calibration, tuning and the encoders' parity run the same reference models as parity, for other purposes.
     for library in ("torch", "transformers"):
-        others = {"quantization/calibration.py", "quantization/layered_target.py", "parity/comparison.py"}
+        others = {"quantization/calibration.py", "quantization/measured_layers.py", "parity/comparison.py"}
         importers.get(library, set()).difference_update(others)
         importers[library] = {path for path in importers.get(library, set()) if path != "tuning.py"}
     shared = {library: sorted(files) for library, files in importers.items() if library in HEAVY - {"rich"} and len(files) > 1}

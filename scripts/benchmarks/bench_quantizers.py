@@ -41,9 +41,9 @@ from edge_export.onnx.weights import layers_format, table_format
 from edge_export.parity.held_out import held_out_tokens
 from edge_export.parity.reference import Reference, load_reference, tokenizer_of
 from edge_export.quantization import calibration
+from edge_export.quantization.calibration import CALIBRATION_TEXT
 from edge_export.quantization.gguf_quantization import compensate_gguf, importance_matrix, quantize_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted, matrix_kind
-from edge_export.quantization.importance_sources import CALIBRATION_TEXT
 from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.bundle.gguf_header import QUANTIZATIONS
 from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE

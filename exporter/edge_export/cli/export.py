@@ -35,8 +35,8 @@ from edge_export.onnx.request import DEVICE_WEIGHTS, OnnxRequest
 from edge_export.pipeline.export import export_pair, planned_export
 from edge_export.pipeline.publish import publication
 from edge_export.pipeline.request import ExportRequest
+from edge_export.quantization.calibration import ImportanceSources
 from edge_export.quantization.gguf_quantization import gguf_can_be_written
-from edge_export.quantization.importance_sources import ImportanceSources
 from edge_runtime.cli.options import BundlePath
 from edge_runtime.cli.plan import PlanOptions, plan_lines, short_lines
 from edge_runtime.config.schema import PRESET_NAMES, SpeculativeConfig

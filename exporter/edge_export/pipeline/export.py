@@ -39,10 +39,9 @@ from edge_export.pipeline.bundle_files import (
 from edge_export.pipeline.gguf_step import GgufFiles, make_gguf, plan_pair, planned_head_bytes
 from edge_export.pipeline.publish import write_companions
 from edge_export.pipeline.request import DEFAULT_CONTEXT, DRAFTER_QUANTIZATION, SWITCHED_OFF, TARGET_QUANTIZATION, ExportJob, ExportRequest
-from edge_export.quantization.calibration import expected_minutes
+from edge_export.quantization.calibration import CALIBRATION_TEXT, LAYERS_FILE, calibrated_by_default, expected_minutes, importance_of_pair
 from edge_export.quantization.gguf_quantization import DIRECT, check_quantization, library_version
 from edge_export.quantization.importance import Importance
-from edge_export.quantization.importance_sources import CALIBRATION_TEXT, LAYERS_FILE, calibrated_by_default, importance_of_pair
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.gguf_header import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings

@@ -13,7 +13,7 @@ from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.gguf.media_encoder import ENCODER_TYPES, EncoderType
 from edge_export.onnx.request import OnnxRequest
 from edge_export.parity.reference import Reference
-from edge_export.quantization.importance_sources import ImportanceSources
+from edge_export.quantization.calibration import ImportanceSources
 from edge_runtime.bundle.gguf_header import OFFERED
 from edge_runtime.bundle.manifest import CacheLayout, DrafterTuning, GenerationDefaults, MediaInputs
 from edge_runtime.config.schema import SpeculativeConfig

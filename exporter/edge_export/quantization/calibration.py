@@ -1,6 +1,6 @@
-"""Measures importance: runs a pair in transformers on a text and sums the squares of every matrix's inputs, or all their products.
+"""Where an export's importance comes from: imatrix files of llama.cpp, or a text on which the pair is run in transformers.
 
-With parity/reference.py the only module that imports torch and transformers, and only when it runs them.
+A run sums the squares of every matrix's inputs, or all their products. It needs torch, which is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -8,29 +8,43 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edge_devices.files.limited_read import read_at_most
-from edge_export.checkpoint.architecture import text_name
+from edge_devices.option_fields import option
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.keys import gguf_name, stays_float32
+from edge_export.output import prepare_state
 from edge_export.parity.reference import DRAFT_LENGTH, Reference, ReferenceRows, draft_steps, inference, why_no_run
-from edge_export.quantization.importance import ChannelSums, SecondMoments, Uncompensated, compensates, shared_name
+from edge_export.quantization.importance import (
+    ChannelSums,
+    Entries,
+    Importance,
+    SecondMoments,
+    Uncompensated,
+    compensates,
+    fitted,
+    read_imatrix,
+    shared_name,
+    write_imatrix,
+)
 from edge_runtime.bundle.manifest import ImportanceSource
 
 if TYPE_CHECKING:
-    from edge_export.quantization.layered_target import LayeredTarget, LayerRows
+    from edge_export.quantization.measured_layers import LayeredTarget, LayerRows
 
+SAVED = {"target": "target.imatrix.gguf", "drafter": "drafter.imatrix.gguf"}
+# Smaller targets are for tests and demonstrations, which have to be exported in seconds.
+CALIBRATED_FROM = 100_000_000
+CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
+LAYERS_FILE = "layers.npz"
 MAX_TEXT_BYTES = 64 << 20
 # Tokens per forward (as llama-imatrix), and the most forwards of a long text, evenly spread over it.
 CHUNK = 512
@@ -42,13 +56,103 @@ PRODUCT_SHARE = 2.0
 # Copies of the text's rows, and of a matrix's moments (in float64 while they are factored), that are in memory at once.
 _ROW_COPIES, _MOMENT_COPIES = 4, 8
 _HEAD = "token_embd.weight"
-# Matrices whose output is normed at once, whole or by heads, and what Gemma's norms add to mean squares.
-_NORMED, _NORMED_HEADS, _EPSILON = ("o_proj", "down_proj", "per_layer_projection"), ("q_proj", "k_proj"), 1e-6
-# What they give goes through another matrix before it is normed.
-_GATED = ("gate_proj", "up_proj")
 # Tokens per character from which on a text falls into bytes: words have fewer tokens than characters, a byte each has two or three.
 _SHREDDED = 1.5
-Entries = dict[str, ChannelSums]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceSources:
+    """Where importance comes from: imatrix files of the two models, or a text to calibrate on.
+
+    `save` is a folder that gets the matrices computed from the text. `by_default`: a target of CALIBRATED_FROM weights is calibrated on
+    the text that comes with the package, where nothing else is given and the machine can run it.
+    """
+
+    calibrate: Path | None = option(
+        metavar="TEXT",
+        help="Weigh and compensate the errors of quantization by running the model and its drafter in transformers on this text file: a few"
+        " hundred kB of the kind of text that the model will read.  [default: for the target a text that comes with this package]",
+    )
+    by_default: bool = option(
+        "--no-calibrate",
+        default=True,
+        flag_value=False,
+        show_default=False,
+        help="Leave the calibration out: the export takes minutes less, and answers get worse (see docs/results.md).",
+    )
+    save: Path | None = option("--save-imatrix", metavar="FOLDER", help="Save the matrices of --calibrate here, in llama.cpp's format.")
+    imatrix: Path | None = option(metavar="FILE", help="The target's importance matrix, as written by llama-imatrix.")
+    drafter_imatrix: Path | None = option(metavar="FILE", help="The drafter's importance matrix.")
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there is any source."""
+        return bool(self.imatrix or self.drafter_imatrix or self.calibrate)
+
+
+def calibrated_by_default(
+    sources: ImportanceSources, reference: Reference, roles: Mapping[str, Uncompensated], notify: Callable[[str], None]
+) -> bool:
+    """Whether the target is calibrated though nobody asked for it: a language model, in types that gain by it, where it runs."""
+    target = reference.target
+    parameters = target.checkpoint.parameters
+    asked = sources.are_given or not sources.by_default
+    if asked or roles.get("target") is None or target.gguf is not None or target.checkpoint.rounding or parameters < CALIBRATED_FROM:
+        return False
+    reason = why_no_calibration(reference, with_drafter=False, without=roles["target"])
+    if reason is not None:
+        notify(f"The model is not calibrated, so its answers get worse than they need to be: {reason}.")
+    return reason is None
+
+
+def importance_of_pair(
+    sources: ImportanceSources,
+    reference: Reference,
+    roles: Mapping[str, Uncompensated],
+    *,
+    state: Path,
+    progress: Callable[[int], None],
+    notify: Callable[[str], None],
+) -> dict[str, Importance]:
+    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and how far it uses moments too.
+
+    `state` is the folder of what a calibration computes: one that was stopped goes on from it, and it stays as long as the importance is
+    used. `progress` gets the bytes of calibration text done, `notify` a sentence about a text of little use. Raises ExportError if no
+    quantization uses it, or if it does not fit the model.
+    """
+    files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
+    for role in [role for role, path in files.items() if path is not None and role not in roles]:
+        raise ExportError(
+            f"the {role} is not quantized here in a way that importance changes; leave {files[role]} out, or choose e.g. q4_0"
+        )
+    if sources.calibrate is not None and not roles:
+        raise ExportError("neither model is quantized here in a way that importance changes; leave --calibrate out, or choose e.g. q4_0")
+    models = {"target": reference.target.checkpoint, "drafter": reference.drafter.checkpoint}
+    importance = {}
+    for role, path in files.items():
+        if path is not None:
+            entries, source = read_imatrix(path)
+            importance[role] = fitted(entries, models[role], source)
+    if sources.calibrate is None:
+        return importance
+    target, drafter = reference.target, reference.drafter
+    if target.gguf is not None or target.tokenizer is None:
+        raise ExportError(f"calibration runs the target in transformers, and {target.origin} is a GGUF; give its checkpoint")
+    with_drafter = drafter.gguf is None and ("drafter" in roles or sources.save is not None)
+    plain = [(role, None if without is None else sorted(without)) for role, without in sorted(roles.items())]
+    facts = (read_text(sources.calibrate)[1].sha256, plain, with_drafter, CHUNK, MAX_CHUNKS)
+    prepare_state(state, facts, (target.path, drafter.path), "a calibration")
+    moments = {role: SecondMoments(state / role, without) for role, without in roles.items() if without is not None}
+    request = CalibrationRequest(
+        reference=reference, text=sources.calibrate, with_drafter=with_drafter, moments=moments, state=state / LAYERS_FILE, notify=notify
+    )
+    made = calibrate(request, progress)
+    for role, entries in (("target", made.target), ("drafter", made.drafter)):
+        if role in roles:
+            importance[role] = replace(fitted(entries, models[role], made.source), moments=moments.get(role))
+        if sources.save is not None and entries:
+            write_imatrix(sources.save / SAVED[role], entries, sources.calibrate.name, made.source.tokens or 0, made.chunk)
+    return importance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +175,8 @@ class Calibration:
     """Sums by GGUF tensor name; the drafter's are empty if none was given. `chunk` is in tokens."""
 
     source: ImportanceSource
-    target: dict[str, ChannelSums]
-    drafter: dict[str, ChannelSums]
+    target: Entries
+    drafter: Entries
     chunk: int
 
 
@@ -187,7 +291,7 @@ def chunks_of(request: CalibrationRequest, text: str) -> list[list[int]]:
 def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[Entries, Entries]:
     """Runs the pair; `done` gets the number of every piece of work that is done, and how many there are."""
     # Imported here, as it imports torch.
-    from edge_export.quantization.layered_target import LayeredTarget
+    from edge_export.quantization.measured_layers import InputSums, LayeredTarget, collecting
 
     reference, moments = request.reference, request.moments.get("target")
     target, layers = LayeredTarget(reference.target), reference.architecture.layers
@@ -198,8 +302,8 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
         done(number, layers)
 
     def collect(module: Any, name: str, run: Callable[[], Any]) -> Any:
-        sums = _Sums(moments)
-        with _collecting(module, sums, f"{name}."):
+        sums = InputSums(moments)
+        with collecting(module, sums, f"{name}."):
             rows = run()
         entries.update(_finite(sums.entries(), request.text.name))
         return rows
@@ -210,7 +314,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
         done(rows.layers - 1, layers)
 
     last = target.run(chunks, collect, behind, start)
-    head = _Sums(moments)
+    head = InputSums(moments)
     for rows in last.rows:
         head.add(_HEAD if reference.architecture.tied else "output.weight", rows)
     entries.update(_finite(head.entries(), request.text.name))
@@ -227,12 +331,14 @@ def _finite(entries: Entries, text: str) -> Entries:
 
 def _run_drafter(request: CalibrationRequest, chunks: list[list[int]], target: LayeredTarget, last: LayerRows) -> Entries:
     """Drafts along the texts, from the target's rows."""
+    from edge_export.quantization.measured_layers import InputSums, collecting
+
     drafter = request.reference.load_drafter()
     # The dense head has the same input row as the sparse one.
     drafter.config.use_ordered_embeddings = False
     tied = drafter.lm_head.weight is drafter.get_input_embeddings().weight
-    sums, window = _Sums(request.moments.get("drafter")), request.reference.architecture.window - 1
-    with _collecting(drafter, sums, "", head=_HEAD if tied else None):
+    sums, window = InputSums(request.moments.get("drafter")), request.reference.architecture.window - 1
+    with collecting(drafter, sums, "", head=_HEAD if tied else None):
         for index, tokens in enumerate(chunks):
             here = slice(index, index + 1)
             shared = {kind: (keys[here], values[here]) for kind, (keys, values) in last.shared.items()}
@@ -251,7 +357,7 @@ def _read_state(path: Path | None) -> tuple[LayerRows, Entries]:
     """The rows behind the last layer that a stopped calibration finished, and its sums."""
     import torch
 
-    from edge_export.quantization.layered_target import LayerRows
+    from edge_export.quantization.measured_layers import LayerRows
 
     if path is None or not path.is_file():
         return LayerRows(), {}
@@ -284,127 +390,3 @@ def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
         logits = next(steps)
         for _ in range(DRAFT_LENGTH - 1):
             logits = steps.send(int(logits.argmax()))
-
-
-class _Sums:
-    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices that `moments` keep."""
-
-    def __init__(self, moments: SecondMoments | None) -> None:
-        self._moments = moments
-        self._products: dict[str, Any] = {}
-        self._sums: dict[str, NDArray[np.float64]] = {}
-        self._counts: dict[str, NDArray[np.float64]] = {}
-
-    def add(self, name: str, rows: Any, expert: int | None = None, experts: int = 1) -> None:
-        """Adds rows [..., K] that were multiplied with this matrix, or with this expert of it, which has no moments."""
-        flat = rows.reshape(-1, rows.shape[-1]).float()
-        place, width = expert or 0, flat.shape[1]
-        if name not in self._sums:
-            self._sums[name], self._counts[name] = np.zeros((experts, width)), np.zeros(experts)
-        self._sums[name][place] += (flat * flat).sum(0).double().numpy()
-        self._counts[name][place] += len(flat)
-        if self._moments is not None and expert is None and self._moments.takes(name, width):
-            if name not in self._products:
-                self._products[name] = flat.new_zeros(width, width)
-            self._products[name].addmm_(flat.T, flat)
-
-    def entries(self) -> Entries:
-        """All that was added; the means of the products go to the moments."""
-        for name in list(self._products):
-            assert self._moments is not None
-            self._moments.add(name, (self._products.pop(name) / self._counts[name][0]).numpy())
-        return {name: ChannelSums(sums=self._sums[name].reshape(-1), counts=self._counts[name]) for name in self._sums}
-
-
-@contextmanager
-def _collecting(model: Any, sums: _Sums, prefix: str, head: str | None = None) -> Iterator[None]:
-    """Hooks `sums` to the inputs of every matrix that a GGUF quantizes, of a module whose names in the whole model have this prefix.
-
-    The rows of `lm_head` count for `head`, if it is given.
-    """
-    import torch
-
-    hooks = []
-    values = set()
-    for name, module in model.named_modules():
-        if hasattr(module, "v_norm"):
-            matrix, projection = ("k_proj", module.k_proj) if module.v_proj is None else ("v_proj", module.v_proj)
-            values.add(projection)
-            short = gguf_name(_text_name(f"{prefix}{name}.{matrix}.weight"))
-            assert short is not None, "attention has names in a GGUF"
-            hooks += _value_hooks(sums, short, module, projection)
-        elif isinstance(module, torch.nn.Linear) and module not in values:
-            short = head if name == "lm_head" else gguf_name(_text_name(f"{prefix}{name}.weight"))
-            if short is not None and not stays_float32(short, 2):
-                behind, width = _normed_behind(model, name, module)
-                hooks.append(behind.register_forward_hook(partial(_add_inputs, sums, short, width)))
-        elif name.rpartition(".")[2] == "experts" and hasattr(module, "gate_up_proj"):
-            names = tuple(gguf_name(_text_name(f"{prefix}{name}.{weight}")) or "" for weight in ("gate_up_proj", "down_proj"))
-            hooks.append(module.register_forward_pre_hook(partial(_add_inputs_experts, sums, names)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _normed_behind(model: Any, name: str, module: Any) -> tuple[Any, int | None]:
-    """The module with a matrix's inputs whose outputs are normed at once, and how many of them together; None if there is none."""
-    parent, _, matrix = name.rpartition(".")
-    if matrix in _GATED:
-        feed_forward = model.get_submodule(parent)
-        return feed_forward, feed_forward.down_proj.out_features
-    if matrix in _NORMED_HEADS:
-        return module, model.get_submodule(parent).head_dim
-    return module, module.out_features if matrix in _NORMED else None
-
-
-def _add_inputs(sums: _Sums, name: str, width: int | None, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Adds a matrix's inputs; where `width` outputs are normed together, an error in a row counts beside the length of that row."""
-    sums.add(name, inputs[0] if width is None else _counted(inputs[0], _inverse_squares(output, width)))
-
-
-def _inverse_squares(rows: Any, width: int) -> Any:
-    """The inverse mean squares of each `width` values of rows [..., N], and of these the mean [...]."""
-    return (rows.unflatten(-1, (-1, width)).square().mean(-1) + _EPSILON).reciprocal().mean(-1)
-
-
-def _counted(rows: Any, counts: Any) -> Any:
-    """Rows [..., K] whose squares count as `counts` [...] say: 1 on average, so that sums over rows stay those of as many."""
-    return rows * (counts / counts.mean()).sqrt()[..., None]
-
-
-def _value_hooks(sums: _Sums, name: str, attention: Any, projection: Any) -> list[Any]:
-    """Hooks the inputs of the matrix that V comes from, on the text's own rows.
-
-    An error in a row of V counts by the squares of the attention that it gets, beside the length of the row, which is normed. So most
-    counts the first token's, which most attention goes to where there is nothing to attend to, and whose V is short.
-    """
-    kept: list[Any] = []
-
-    def keep(_module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        kept[:] = inputs[0], output
-
-    def add(_module: Any, _inputs: tuple[Any, ...], outputs: tuple[Any, Any]) -> None:
-        rows, made = kept
-        sums.add(name, _counted(rows, outputs[1].square().sum((1, 2)) * _inverse_squares(made, attention.head_dim)))
-
-    return [projection.register_forward_hook(keep), attention.register_forward_hook(add)]
-
-
-def _add_inputs_experts(sums: _Sums, names: tuple[str, ...], module: Any, inputs: tuple[Any, ...]) -> None:
-    """Experts are one module with 3-D weights, so the inputs of their second matrix are computed here again."""
-    from torch.nn.functional import linear
-
-    rows, chosen = inputs[0], inputs[1]
-    experts = len(module.gate_up_proj)
-    for expert in chosen.unique().tolist():
-        selected = rows[(chosen == expert).any(dim=-1)]
-        gate, up = linear(selected, module.gate_up_proj[expert]).chunk(2, dim=-1)
-        sums.add(names[0], selected, expert, experts)
-        sums.add(names[1], module.act_fn(gate) * up, expert, experts)
-
-
-def _text_name(name: str) -> str:
-    """The name that a weight of transformers' model has in a text-only one."""
-    return text_name(name, multimodal=False) or name

@@ -1,23 +1,29 @@
-"""Importance of the input channels of a model's matrices, and rounding that takes it and their correlation into account."""
+"""Importance of the input channels of a model's matrices, rounding that takes it into account, and llama.cpp's files of importance."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.errors import byte_text
+from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.architecture import TextArchitecture
-from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.checkpoint import Checkpoint, read_gguf_header
 from edge_export.checkpoint.safetensors import StoredTensor
 from edge_export.checkpoint.weight_formats import lies_on_grid
-from edge_export.errors import ExportError
+from edge_export.errors import CheckpointError, ExportError
 from edge_export.gguf.keys import gguf_name, stays_float32
+from edge_export.gguf.writer import array_tensor, write_raw_gguf
+from edge_runtime.bundle.gguf_header import TYPE_NUMBERS, TensorInfo
 from edge_runtime.bundle.manifest import ImportanceSource
 
 # Error compensation rounds a matrix's columns in order, and what is still to come takes up the error of what was rounded. It works on one
@@ -235,6 +241,10 @@ class ChannelSums:
     counts: NDArray[np.float64]
 
 
+# By GGUF tensor name.
+Entries = dict[str, ChannelSums]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weighing:
     """How the errors of one matrix count: by the importance [K] of its input channels, and compensated by their factored moments."""
@@ -267,7 +277,7 @@ class Importance:
         return self.moments.factor(short)
 
 
-def fitted(entries: Mapping[str, ChannelSums], checkpoint: Checkpoint, source: ImportanceSource) -> Importance:
+def fitted(entries: Entries, checkpoint: Checkpoint, source: ImportanceSource) -> Importance:
     """Brings the entries of a file or a calibration into the shape of the checkpoint's tensors.
 
     Raises ExportError, naming the tensor, for one that the model does not have, of another size, or with values that are not mean
@@ -328,3 +338,94 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
     if not np.isfinite(result).all():
         raise ExportError(f"{source.name} has values for {name} beyond float32; make the file again")
     return result
+
+
+# Both formats of llama.cpp's importance matrices are read, with checks; the newer is written. Source of the facts: llama.cpp,
+# common/imatrix-loader.cpp and tools/imatrix/imatrix.cpp. The newer is a GGUF with two float32 tensors per matrix, NAME.in_sum2 (squares
+# of the inputs, summed) and NAME.counts (over how many rows, for all experts or each). The older is int32 count, then per entry int32
+# length, name, int32 calls, int32 values, float32 values; they are means times calls.
+
+MAX_BYTES = 256 << 20
+_MAX_NAME = 1 << 10
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+def read_imatrix(path: Path) -> tuple[Entries, ImportanceSource]:
+    """Returns the sums by GGUF tensor name, and the file's entry for the manifest. Raises ExportError if it is not one, or is damaged."""
+    try:
+        data = read_at_most(path, MAX_BYTES)
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read ({error.strerror or error}); give an importance matrix made by llama-imatrix") from error
+    entries = _read_gguf(path, data) if data[:4] == b"GGUF" else _read_older(path, data)
+    digest = hashlib.sha256(data).hexdigest()
+    return entries, ImportanceSource(kind="imatrix", name=path.name, bytes=len(data), sha256=digest, tokens=None)
+
+
+def write_imatrix(path: Path, entries: Entries, dataset: str, tokens: int, chunk: int) -> None:
+    """Writes the newer format, which llama-imatrix and llama-quantize read too; `chunk` is the tokens per piece of text."""
+    tensors = []
+    for name, entry in sorted(entries.items()):
+        rows = entry.counts.size
+        for ending, values in ((_SUMS, entry.sums), (_COUNTS, entry.counts)):
+            tensors.append(array_tensor(name + ending, (rows, values.size // rows), "f32", partial(values.astype, "<f4")))
+    keys: list[Any] = [
+        ("general.type", "string", "imatrix"),
+        ("imatrix.datasets", "array", [dataset]),
+        ("imatrix.chunk_count", "uint32", max(1, tokens // chunk)),
+        ("imatrix.chunk_size", "uint32", chunk),
+    ]
+    write_raw_gguf(path, "imatrix", keys, tensors, lambda _: None)
+
+
+def _read_gguf(path: Path, data: bytes) -> Entries:
+    try:
+        header = read_gguf_header(path)
+    except CheckpointError as error:
+        raise ExportError(f"{error} (it was given as an importance matrix)") from error
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    names = sorted({name.removesuffix(_SUMS) for name in tensors if name.endswith(_SUMS)})
+    if not names:
+        raise ExportError(f"{path} is a GGUF without importance ({_SUMS} tensors); give one made by llama-imatrix")
+    entries = {}
+    for name in names:
+        sums, counts = tensors[name + _SUMS], tensors.get(name + _COUNTS)
+        if counts is None or {sums.type, counts.type} != {TYPE_NUMBERS["f32"]}:
+            raise ExportError(f"{path} is damaged: {name} has no {_COUNTS}, or values that are not float32; make the file again")
+        entries[name] = ChannelSums(sums=_values(data, sums), counts=_values(data, counts))
+    return entries
+
+
+def _values(data: bytes, tensor: TensorInfo) -> NDArray[np.float64]:
+    return np.frombuffer(data, "<f4", count=tensor.bytes // 4, offset=tensor.offset).astype(np.float64)
+
+
+def _read_older(path: Path, data: bytes) -> Entries:
+    """Fields are never read past the end; data after the entries is ignored."""
+    at = 0
+
+    def wrong(what: str) -> ExportError:
+        return ExportError(f"{path} is no importance matrix of llama.cpp, or is damaged: {what}; make it again with llama-imatrix")
+
+    def read(count: int) -> bytes:
+        nonlocal at
+        if count > len(data) - at:
+            raise wrong(f"it ends at byte {len(data)}, {at + count} are announced")
+        at += count
+        return data[at - count : at]
+
+    def number(what: str, maximum: int, minimum: int = 1) -> int:
+        value = int.from_bytes(read(4), "little", signed=True)
+        if not minimum <= value <= maximum:
+            raise wrong(f"it claims {value} {what}")
+        return value
+
+    entries: Entries = {}
+    for _ in range(number("entries", len(data) // 16)):
+        name = read(number("letters of a name", _MAX_NAME)).decode("utf-8", "replace")
+        # Older files have 0 here.
+        calls = number("calls", (1 << 31) - 1, minimum=0)
+        values = np.frombuffer(read(4 * number("values", len(data) // 4)), "<f4").astype(np.float64)
+        if name in entries:
+            raise ExportError(f"{path} is damaged: {name} comes twice; make the file again")
+        entries[name] = ChannelSums(sums=values, counts=np.array([max(calls, 1)], np.float64))
+    return entries

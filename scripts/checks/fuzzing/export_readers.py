@@ -12,7 +12,7 @@ from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import CARD_NAME, unfit_values
 from edge_export.gguf.writer import add_general
-from edge_export.quantization.importance_sources import read_imatrix
+from edge_export.quantization.importance import read_imatrix
 from fuzzing.readers import PARSED, Read, Reader, corpus, from_file
 
 

@@ -24,12 +24,11 @@ from edge_export.onnx.request import OnnxRequest
 from edge_export.parity import comparison
 from edge_export.parity.reference import Reference
 from edge_export.pipeline import export as pipeline
-from edge_export.quantization import calibration, importance_sources
+from edge_export.quantization import calibration
 from edge_export.quantization import importance as quantization_importance
-from edge_export.quantization.calibration import CalibrationRequest, calibrate, chunks_of, read_text
+from edge_export.quantization.calibration import LAYERS_FILE, SAVED, CalibrationRequest, ImportanceSources, calibrate, chunks_of, read_text
 from edge_export.quantization.gguf_quantization import quantize_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted
-from edge_export.quantization.importance_sources import LAYERS_FILE, SAVED, ImportanceSources
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import ImportanceSource
 from progress_log import ProgressLog
@@ -293,7 +292,7 @@ def test_a_language_model_is_calibrated_by_default(
     request_for("e2b")  # for its small limits
     both = {"target_quantization": "q4_k_m", "drafter_quantization": "q4_0", "force": True}
     assert export(**both).manifest.importance == {}, "as small as a test's"
-    monkeypatch.setattr(importance_sources, "CALIBRATED_FROM", 1)
+    monkeypatch.setattr(calibration, "CALIBRATED_FROM", 1)
     lines: list[str] = []
     made = export(lines.append, **both).manifest.importance
     assert set(made) == {"target"}

@@ -15,9 +15,8 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from edge_export.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from edge_export.errors import ExportError
 from edge_export.gguf.keys import gguf_name
-from edge_export.quantization import importance_sources
-from edge_export.quantization.importance import ChannelSums, fitted
-from edge_export.quantization.importance_sources import read_imatrix, write_imatrix
+from edge_export.quantization import importance
+from edge_export.quantization.importance import ChannelSums, fitted, read_imatrix, write_imatrix
 from edge_runtime.bundle.manifest import ImportanceSource
 
 Folders = Callable[[str], Path]
@@ -149,6 +148,6 @@ def test_a_gguf_of_something_else_and_huge_or_missing_files(tmp_path: Path, monk
         read_imatrix(path)
     with pytest.raises(ExportError, match=r"missing cannot be read \(No such file"):
         read_imatrix(tmp_path / "missing")
-    monkeypatch.setattr(importance_sources, "MAX_BYTES", 10)
+    monkeypatch.setattr(importance, "MAX_BYTES", 10)
     with pytest.raises(ExportError, match="it has more than 10 bytes"):
         read_imatrix(path)
