@@ -38,8 +38,7 @@ from edge_export.gguf.writer import write_gguf
 from edge_export.onnx.block_quantization import WeightSpec, dequantize, quantize_matrix
 from edge_export.onnx.request import OnnxRequest
 from edge_export.onnx.weights import layers_format, table_format
-from edge_export.parity.held_out import held_out_tokens
-from edge_export.parity.reference import Reference, load_reference, tokenizer_of
+from edge_export.parity.reference import Reference, held_out_tokens, load_reference, tokenizer_of
 from edge_export.quantization import calibration
 from edge_export.quantization.calibration import CALIBRATION_TEXT
 from edge_export.quantization.gguf_quantization import compensate_gguf, importance_matrix, quantize_gguf

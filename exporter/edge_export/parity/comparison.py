@@ -11,18 +11,19 @@ from numpy.typing import NDArray
 
 from edge_devices.machine.facts import installed_version
 from edge_export.errors import ParityError
-from edge_export.parity.held_out import TEXT_TOKENS, held_out_tokens
 from edge_export.parity.reference import (
     DRAFT_LENGTH,
     REFUSED,
     ROWS,
     SEED,
     TEXT,
+    TEXT_TOKENS,
     Divergence,
     Reference,
     Rows,
     Rowset,
     divergence,
+    held_out_tokens,
     inference,
     load_reference,
     parity_tokens,

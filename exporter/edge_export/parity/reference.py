@@ -1,6 +1,6 @@
 """The reference that an export is compared with: transformers in float32, run on the checkpoint itself; and how far logits are from it.
 
-With comparison.py and quantization/calibration.py the only module that imports torch and transformers.
+torch and transformers are imported by the functions that run a model, so that a plan and a help need neither.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_devices.command_line import one_sentence_errors
 from edge_devices.errors import byte_text
 from edge_devices.machine.facts import installed_version
 from edge_devices.machine.memory import available_memory_bytes
 from edge_export.checkpoint.architecture import HEAD, TextArchitecture
-from edge_export.checkpoint.sources import ResolvedSource
+from edge_export.checkpoint.sources import ResolvedSource, resolve_target
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ParityError
-from edge_runtime.decoding.quality import agrees, divergence_of, log_softmax
+from edge_runtime.decoding.quality import KINDS, agrees, divergence_of, held_out_text, log_softmax, write_reference
 
 Rows = NDArray[np.float32]
 # transformers 5.19 added the assistant; 5.23.0 alone cannot build it ("cache-producing layer types").
@@ -328,3 +330,40 @@ def divergence(reference: Rows, export: Rows) -> Divergence:
         median_kl=float(np.median(divergences)),
         greedy_agreement=float(np.mean([agrees(row, int(own.argmax())) for row, own in zip(reference, export, strict=True)])),
     )
+
+
+# The held-out texts, as a checkpoint's own tokenizer and transformers read them.
+
+# Tokens of each text that an export is judged by, so rows of all: 3 * (176 - 9) = 501.
+TEXT_TOKENS = 176
+
+
+def held_out_tokens(tokenizer: Any, count: int) -> dict[str, list[int]]:
+    """The texts by kind as this tokenizer (of transformers) reads them, the first `count` tokens of each."""
+    begin: list[int] = tokenizer.encode("", add_special_tokens=True)
+    return {kind: [*begin, *tokenizer.encode(held_out_text(kind), add_special_tokens=False)][:count] for kind in KINDS}
+
+
+# edge-bench quality may not import this package, so it runs this module as a program.
+
+
+@click.command()
+@click.argument("target")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("count", type=int)
+@click.argument("threads", type=int)
+@one_sentence_errors()
+def main(target: str, folder: Path, count: int, threads: int) -> None:
+    """Writes the first `count` tokens of each text, and the checkpoint's logits behind them, for `read_reference`."""
+    source = resolve_target(target)
+    if (reason := why_no_reference(source.checkpoint.parameters)) is not None:
+        raise ParityError(f"{target} cannot be the reference: {reason}")
+    model, texts = load_reference(source.path, source.checkpoint.weights), held_out_tokens(tokenizer_of(source), count)
+    with inference(threads):
+        for kind, tokens in texts.items():
+            logits, _ = run_target(model, tokens, len(tokens), len(tokens))
+            write_reference(folder, kind, tokens, [logits.float().numpy()])
+
+
+if __name__ == "__main__":
+    main()

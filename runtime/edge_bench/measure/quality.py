@@ -42,7 +42,7 @@ from edge_runtime.session.session import Session
 QUALITY_LOADING = ("check", "public_key")
 _TARGET_ROLES = ("target", "embedding", "per_layer_embedding")
 # The module of edge-export that writes a checkpoint's logits; its package cannot be imported here.
-_CHECKPOINT_MODULE = "edge_export.parity.held_out"
+_CHECKPOINT_MODULE = "edge_export.parity.reference"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from edge_export.errors import ParityError
 from edge_export.parity import reference
 from edge_export.parity.comparison import Judgement
 from edge_export.parity.gguf import UNQUANTIZED_LIMITS, ComparedModel, judgement_of
-from edge_export.parity.held_out import TEXT_TOKENS
-from edge_export.parity.reference import Divergence, divergence
+from edge_export.parity.reference import TEXT_TOKENS, Divergence, divergence
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import Quality
