@@ -17,8 +17,7 @@ from edge_devices.machine.device_package import NAME
 from edge_devices.option_fields import option
 from edge_export.device_package.debian import DEBIAN, add_python, check_libraries, take_small_blas
 from edge_export.device_package.inventory import PLATFORMS, Inventory, Platform, check_pages, cut_symbols, take_inventory, write_file
-from edge_export.device_package.native_libraries import add_kernels, add_llama, add_tools, check_kernels, open_toolchain
-from edge_export.device_package.subprocesses import Step
+from edge_export.device_package.native_libraries import Step, add_kernels, add_llama, add_tools, check_kernels, open_toolchain
 from edge_export.device_package.wheels import DISTRIBUTION, add_own_code, add_wheels, write_launchers
 from edge_export.output import FolderKind, check_output, partial_folder
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -16,11 +17,12 @@ from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.facts import usable_processors
 from edge_devices.waiting import Report
 from edge_export.device_package.inventory import SITE, Component, Platform, Processors, copy_file, keep_licence, write_file
-from edge_export.device_package.subprocesses import Step, pip_download, program_path, run
-from edge_export.device_package.wheels import own_requirements
+from edge_export.device_package.wheels import own_requirements, pip_download, run
 from edge_export.errors import PackageError
 from edge_runtime.backends.kernels.build import LIBRARIES, TARGETS, build, library_name, variants
 
+# Begins a step with this title; what it returns is told how far the step is.
+Step = Callable[[str], Report]
 # The runtime supports the MTP interface of this version only (see the extra [llama]).
 VERSION = "0.3.36"
 TOOLS = ("llama-speculative-simple", "llama-bench")
@@ -70,11 +72,20 @@ def open_toolchain(cache: Path) -> Toolchain:
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise PackageError(f"ziglang, which compiles llama.cpp for the device, is missing; {_NEED_TOOLS}")
-    cmake, ninja = program_path("cmake", _NEED_TOOLS), program_path("ninja", _NEED_TOOLS)
+    cmake, ninja = _program_path("cmake", _NEED_TOOLS), _program_path("ninja", _NEED_TOOLS)
     zig = Path(spec.submodule_search_locations[0]) / "zig"
     home = cache / f"llama-cpp-python-{VERSION}-zig-{_zig_version()}"
     home.mkdir(parents=True, exist_ok=True)
     return Toolchain(zig=zig, cmake=cmake, ninja=ninja, home=home, sources=_sources(home))
+
+
+def _program_path(program: str, advice: str) -> str:
+    """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
+    # pip installs programs beside Python, whose folder need not be in PATH.
+    path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
+    if path is None:
+        raise PackageError(f"{program}, which building the package needs, is missing; {advice}")
+    return path
 
 
 def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Step) -> Component:

@@ -6,16 +6,16 @@ import email
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, files, requires, version
 from importlib.resources import files as resource_files
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 
+from edge_devices.children import module_command, run_child
 from edge_devices.files.limited_read import sha256_of
 from edge_export.device_package.inventory import PYTHON, SITE, Component, Platform, keep_licence, write_file
-from edge_export.device_package.subprocesses import pip_download
 from edge_export.errors import PackageError
 
 DISTRIBUTION = "edge-mtp"
@@ -73,6 +73,29 @@ def own_requirements(extra: str) -> list[str]:
         if included:
             requirements.append(str(requirement))
     return requirements
+
+
+def pip_download(folder: Path, *words: str) -> None:
+    """Downloads what the words ask for, without dependencies, into a folder; pip checks the index's hashes. Raises PackageError."""
+    pip = module_command("pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--dest", str(folder))
+    run([*pip, *words], "check the network, and that pip is installed (python -m ensurepip)")
+
+
+def run(command: Sequence[str | Path], advice: str, each_poll: Callable[[], None] = lambda: None) -> str:
+    """Returns what a program writes to standard output; `each_poll` is called again and again while it runs.
+
+    Raises PackageError, with the program's last line and `advice`, if it fails.
+    """
+    done = run_child(command, with_children=True, each_poll=each_poll, failure=PackageError)
+    if done.end:
+        raise PackageError(f"{_short(command)} failed ({done.reason or done.end}); {advice}")
+    return done.output.decode("utf-8", "replace")
+
+
+def _short(command: Sequence[str | Path]) -> str:
+    """The program and its first two words that are no options and no paths, which tell one step from another."""
+    words = [str(word) for word in command[1:] if not str(word).startswith("-") and "/" not in str(word)]
+    return " ".join([Path(command[0]).name, *words[:2]])
 
 
 def _add_wheel(folder: Path, wheel: Path) -> Component:
