@@ -129,7 +129,6 @@ def run_child(
     seconds: float = math.inf,
     output_bytes: int = MAX_OUTPUT_BYTES,
     environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
     budget: ChildBudget | None = None,
     with_children: bool = False,
     each_poll: Callable[[], None] = lambda: None,
@@ -150,7 +149,7 @@ def run_child(
     words = [str(word) for word in command]
     with errors_as(failure, "a child process could not be started", f"check that {command[0]} can be run"):
         group = 0 if with_children and os.name == "posix" else None
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=variables, cwd=folder, process_group=group)
+        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=variables, process_group=group)
     run = _Run(process, output_bytes, budget, seconds, leads_group=group is not None)
     try:
         run.begin(stdin)
