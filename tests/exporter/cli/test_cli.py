@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from edge_export.cli import export
 from edge_export.cli.command import main
 from edge_export.cli.display import Steps
 from edge_export.cli.export import default_output
+from edge_export.pipeline import export as pipeline
 from edge_runtime.bundle.bundle import open_bundle
 
 QUICK = ["--target-quant", "f16", "--drafter-quant", "f16", "--no-verify"]
@@ -211,3 +213,24 @@ def test_an_option_that_is_given_wins_over_the_device_s(monkeypatch: pytest.Monk
         invoke("a", "b", "-o", "out", "--format", "both", "--device", "qnn", "--no-verify", *words)
     assert [(request.onnx.target, request.onnx.drafter) for request in requests] == [("f16", "f16"), ("int4", "f16")]
     assert [(request.verify, request.gguf, str(request.output)) for request in requests] == [(False, True, "out")] * 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "stopped; nothing unfinished was left behind\n"), (signal.SIGTERM, 143, "")],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_an_export_that_is_stopped_leaves_nothing(
+    number: int, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "make_gguf", lambda *_: signal.raise_signal(number))
+    result = invoke("-o", tmp_path / "out", *QUICK, command="reference")
+    assert (result.exit_code, result.stdout, list(tmp_path.iterdir())) == (code, "", [])
+    assert result.stderr.endswith(said)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_publication_that_is_stopped_goes_on_by_the_same_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "publication", lambda *_: signal.raise_signal(signal.SIGINT))
+    result = invoke(tmp_path, "me/model", command="publish")
+    assert (result.exit_code, result.stderr) == (130, "stopped; the same command goes on\n")
