@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from edge_devices.command_line import one_sentence_errors
-from edge_export.onnx.request import OnnxRequest, OnnxWeights
+from edge_export.onnx.request import WEIGHT_TYPES, OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.backends.selection import BackendKind
@@ -41,7 +41,7 @@ import remote_gpu
 from random_pairs import write_random_pair
 
 DOUBLE: tuple[str, BackendKind] = ("rpc0", "llama")
-ONNX_TYPES: tuple[OnnxWeights, ...] = ("f32", "f16", "int8", "int4")
+ONNX_TYPES = tuple(WEIGHT_TYPES)
 PAIR_CONTEXT, TEXT_CONTEXT, TOKENS, LENGTHS = 512, 160, 100, (*range(1, 13), None)
 # Logits this near may change places where a row has other bits alone than in a verify.
 NEAR_TIE = 0.1

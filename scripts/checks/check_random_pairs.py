@@ -24,7 +24,7 @@ from edge_devices.command_line import one_sentence_errors
 from edge_export.checkpoint.sources import resolve_pair
 from edge_export.errors import ExportError, ParityError
 from edge_export.gguf.writer import plan_gguf
-from edge_export.onnx.request import OnnxRequest, OnnxWeights
+from edge_export.onnx.request import WEIGHT_TYPES, OnnxRequest
 from edge_export.parity.gguf import ComparedModel, measure_parity
 from edge_export.parity.reference import Reference
 from edge_export.pipeline.export import export_pair
@@ -38,7 +38,7 @@ from edge_runtime.session.self_checks import check_lossless
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
 from random_pairs import Scales, write_random_pair
 
-ONNX_TYPES: tuple[OnnxWeights, ...] = ("f32", "f16", "int8", "int4")
+ONNX_TYPES = tuple(WEIGHT_TYPES)
 ENGINES: tuple[BackendKind, ...] = ("llama", "onnx")
 CONTEXT, TOKENS, DRAFT_LENGTHS = 512, 40, (1, 2, 4, 8)
 PROMPTS = ("def running_mean(values):", "The reader opens the file once")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,8 @@ from edge_export.gguf.keys import gguf_name
 from edge_export.quantization.importance import Factor, Floats, Importance, Rounded, compensated
 from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, TensorInfo
 
-# Written by our own converter, without llama.cpp.
-DIRECT: dict[str, FloatType] = {"f16": "f16", "bf16": "bf16"}
+# Float types, which our own converter writes without llama.cpp.
+DIRECT: dict[str, FloatType] = {kind: kind for kind in get_args(FloatType) if kind in OFFERED}
 # llama.cpp's own default is 8 GiB of rows at once; an export must stay below its largest tensor + 500 MB.
 MAX_BUFFER_BYTES = 192 << 20
 # enum ggml_log_level in ggml/include/ggml.h
