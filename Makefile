@@ -53,7 +53,7 @@ help:
 	@echo "make dist       source archive, wheel and SBOM, in dist/; the wheel has the kernels of every platform"
 	@echo "make packages   make dist, and the device packages of a release, of the wheel in dist/"
 	@echo "make lock       choose the locked versions in requirements/ anew"
-	@echo "make try-versions  try the newest llama-cpp-python, llama-cpp-py-sync and onnxruntime on copies of the checkout"
+	@echo "make try-versions  try the newest llama-cpp-python and onnxruntime on copies of the checkout"
 	@echo "make llama-cpp  build llama.cpp's own tools from llama-cpp-python's source archive, to compare with"
 	@echo "make clean      remove .venv, build/ and the demo bundle"
 
@@ -176,10 +176,9 @@ dist: setup-all $(TOOLS)/.ready
 	$(TOOLS)/bin/cyclonedx-py environment build/release/bin/python --pyproject pyproject.toml --output-reproducible -o dist/sbom.json
 	@ls -l dist
 
-# Newer releases of the two libraries, and a wheel of llama.cpp that is built for each of its tags, tried on copies of the checkout; nothing
-# here changes. Each ends with a line of verdict.
+# Newer releases of the two libraries, tried on copies of the checkout; nothing here changes. Each ends with a line of verdict.
 try-versions:
-	status=0; for library in llama-cpp-python llama-cpp-py-sync onnxruntime; do \
+	status=0; for library in llama-cpp-python onnxruntime; do \
 		PYTHON=$(PYTHON) scripts/setup/try_versions.sh $$library || status=1; done; exit $$status
 
 llama-cpp: setup-all

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Tries another release of llama.cpp or onnxruntime on a copy of the checkout:
-#   try_versions.sh llama-cpp-python|llama-cpp-py-sync|onnxruntime [VERSION]
+#   try_versions.sh llama-cpp-python|onnxruntime [VERSION]
 # VERSION left out: the newest on the index. Builds it, runs the tests of its backend, compares our GGUF files with the reference byte for
-# byte, and counts outputs that drafts change. llama-cpp-py-sync is a wheel of llama.cpp alone, whose libraries take the place of
-# llama-cpp-python's. The last line is the verdict; the exit code is 0 if all is as before. Nothing of the checkout or its .venv is changed.
+# byte, and counts outputs that drafts change. The last line is the verdict; the exit code is 0 if all is as before. Nothing of the checkout
+# or its .venv is changed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-library=${1:?usage: try_versions.sh llama-cpp-python|llama-cpp-py-sync|onnxruntime [VERSION]}
+library=${1:?usage: try_versions.sh llama-cpp-python|onnxruntime [VERSION]}
 newest() { "${PYTHON:-python3}" -m pip index versions "$1" 2>/dev/null | sed -n '1s/.*(\(.*\))/\1/p'; }
 version=${2:-$(newest "$library")}
 now=$(sed -n "s/^$library==\([0-9.]*\).*/\1/p" requirements/ci.txt)
@@ -20,7 +20,7 @@ git ls-files -z | xargs -0 tar -cf - | tar -xf - -C "$work"
 cd "$work"
 "${PYTHON:-python3}" -m venv .venv
 .venv/bin/python -m pip install --quiet --disable-pip-version-check click
-[ "$library" = llama-cpp-py-sync ] || .venv/bin/python scripts/setup/move_pin.py "$library" "$version" --keep-older
+.venv/bin/python scripts/setup/move_pin.py "$library" "$version" --keep-older
 failed=
 step() { # NAME COMMAND...: one line per step
     local name=$1 begin=$SECONDS
@@ -46,18 +46,10 @@ export EDGE_MTP_CACHE=$work/cache
 awk -v name="$library" '/^[^ #]/ { kept = index($0, name "==") != 1 } kept' requirements/ci.txt >lock.txt
 torch=$(sed -n 's/^TORCH ?= //p' Makefile)
 setup() { env EDGE_MTP_WHEELS="${EDGE_MTP_WHEELS:-$OLDPWD/build/wheels}" LOCK=lock.txt scripts/setup/setup.sh .venv . "$torch" "$@"; }
-if [ "$library" = llama-cpp-py-sync ]; then
-    # Its libraries are tried before the tests: one that does not load, or has other structures, would crash in each of them.
-    step "install $library $version" .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
-        --dest "$work/wheel" "$library==$version"
-    [ -n "$failed" ] || step "set up the environment" setup
-    [ -n "$failed" ] || step "structures and symbols as the runtime uses them" .venv/bin/python scripts/setup/other_libllama.py "$work"/wheel/*.whl
-else
-    step "build and install $library $version" setup "$library==$version"
-fi
+step "build and install $library $version" setup "$library==$version"
 [ -z "$failed" ] || verdict
 case $library in
-    llama-cpp-*)
+    llama-cpp-python)
         tests=(tests/runtime/backends/test_contract.py tests/runtime/backends/llama tests/runtime/backends/kernels tests/runtime/session)
         format=gguf backend=llama
         ;;
