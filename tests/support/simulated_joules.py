@@ -22,9 +22,7 @@ from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundRe
 from edge_runtime.drafting.profit_policy import Profit
 from simulated_rounds import CURVES, ExactCosts, played
 
-LONGEST, SEEDS = 12, (1, 2)
-STEPS = (0.5, 2.0, 6.0)
-ACCEPTANCES = (0.35, 0.55, 0.75, 0.9)
+LONGEST = 12
 # A drafter on few cores; one that takes as much as a verify; one that takes five times as much; verifies of several rows as dear as one.
 WATTS = {
     "2, 6, 3": PhasePower(draft=2, verify=6, plain=3),
@@ -169,12 +167,6 @@ class MeasuredDevice(CostCurve):
         super().learn(timing._replace(draft_seconds=draft, verify_seconds=verify))
 
 
-CASES = tuple(
-    Case(curve=curve, step=step, watts=watts, acceptance=acceptance)
-    for curve, step, watts, acceptance in product(sorted(CURVES), STEPS, WATTS, ACCEPTANCES)
-)
-
-
 def drawn(seed: int, count: int) -> list[Case]:
     """Draws cases from ranges: rows that cost what they do singly or in tiles, watts and acceptance."""
     draws = random.Random(seed)
@@ -206,14 +198,11 @@ def best_mix(points: Sequence[Spent], limit: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Regret:
-    """`slower`: seconds / those of the objective time; `joules` likewise; `of_plain`: joules / those of plain decoding; `regret`: joules /
-    the best mix's within the bound, less 1.
-    """
+    """`slower`: seconds / those of the objective time; `joules` likewise; `regret`: joules / the best mix's within the bound, less 1."""
 
     case: Case
     slower: float
     joules: float
-    of_plain: float
     regret: float
 
     @property
@@ -229,10 +218,9 @@ def mean(spent: Sequence[Spent]) -> Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What the objective energy is compared with: the objective time, plain decoding, and the best mix within the bound."""
+    """What the objective energy is compared with: the objective time, and the best mix within the bound."""
 
     time: Spent
-    plain: Spent
     best_joules: float
 
 
@@ -241,7 +229,7 @@ def reference(case: Case, slowdown: float, *, tokens: int, seeds: Sequence[int])
     time = mean([case.by_time(tokens, seed) for seed in seeds])
     priced = [mean([case.priced(price, tokens, seed) for seed in seeds]) for price in PRICES]
     fixed = case.fixed(tokens, seeds)
-    return Reference(time=time, plain=fixed[0], best_joules=best_mix([*fixed, time, *priced], (1 + slowdown) * time.seconds))
+    return Reference(time=time, best_joules=best_mix([*fixed, time, *priced], (1 + slowdown) * time.seconds))
 
 
 def regret(case: Case, slowdown: float, *, tokens: int, seeds: Sequence[int]) -> Regret:
@@ -252,6 +240,5 @@ def regret(case: Case, slowdown: float, *, tokens: int, seeds: Sequence[int]) ->
         case=case,
         slower=energy.seconds / beside.time.seconds,
         joules=energy.joules / beside.time.joules,
-        of_plain=energy.joules / beside.plain.joules,
         regret=energy.joules / beside.best_joules - 1,
     )
