@@ -22,15 +22,6 @@ WIDE_HEADS = {"head_dim": 256, "global_head_dim": 512, "attention_k_eq_v": False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scales:
-    """How many times as large as usual weights are: all matrices, the head and its table included, norms of queries, per-layer tables."""
-
-    matrices: float = 1.0
-    queries: float = 1.0
-    tables: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RandomPair:
     """A drawn pair: the text configs of both halves, and how they are saved."""
 
@@ -132,9 +123,12 @@ def write_random_pair(
     *,
     both: Mapping[str, Any] | None = None,
     drafter: Mapping[str, Any] | None = None,
-    scales: Scales = Scales(),
+    matrices: float = 1.0,
 ) -> tuple[RandomPair, Path, Path]:
-    """Draws a pair and writes it, with these values in both configs, and in the drafter's; returns it with the folders of both."""
+    """Draws a pair and writes it, with these values in both configs, and in the drafter's; returns it with the folders of both.
+
+    `matrices`: how many times as large as usual the weights of all matrices are, the head and its table included.
+    """
     import torch
 
     pair = draw(seed)
@@ -142,7 +136,7 @@ def write_random_pair(
     backbone = {"backbone": pair.target["hidden_size"], "ordered": pair.ordered}
     for half, text, kind in (("target", pair.target, {"multimodal": pair.multimodal}), ("drafter", pair.drafter, backbone)):
         model = built_model(text, unified=pair.unified, **kind)
-        _fill(model, seed, scales)
+        _fill(model, seed, matrices)
         model.to(getattr(torch, pair.dtype)).save_pretrained(folder / half)
         if pair.published:
             publish_config(folder / half, text)
@@ -166,7 +160,7 @@ def kept_bundle(seed: int, **request: Any) -> tuple[RandomPair, Path]:
     return draw(seed), kept("random", {"seed": seed, **request}, lambda folder: random_bundle(seed, folder, **request)) / "bundle"
 
 
-def _fill(model: Any, seed: int, scales: Scales) -> None:
+def _fill(model: Any, seed: int, matrices: float) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -177,8 +171,8 @@ def _fill(model: Any, seed: int, scales: Scales) -> None:
             near_one = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
             signs = torch.where(torch.rand(tensor.shape, generator=generator) < 0.2, -1.0, 1.0)
             # Scores of random queries and keys spread by sqrt(head_dim); attention to one row alone would make chaos of rounding errors.
-            sharp = scales.queries * tensor.numel() ** -0.5 if name.endswith("q_norm.weight") else 1.0
+            sharp = tensor.numel() ** -0.5 if name.endswith("q_norm.weight") else 1.0
             tensor.copy_(near_one * (signs if name.endswith("per_expert_scale") else sharp))
         else:
-            scale = 0.5 * scales.tables if "embed_tokens" in name else scales.matrices * tensor.shape[-1] ** -0.5
+            scale = 0.5 if "embed_tokens" in name else matrices * tensor.shape[-1] ** -0.5
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)

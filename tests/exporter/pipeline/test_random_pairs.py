@@ -1,6 +1,6 @@
 """Pairs of every member with legal variations drawn at random, built by transformers: both formats equal two oracles.
 
-transformers gives logits and drafts, llama.cpp's converter the GGUF files. Campaign: scripts/checks/check_random_pairs.py.
+transformers gives logits and drafts, llama.cpp's converter the GGUF files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from edge_export.gguf.writer import plan_gguf
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
-from random_pairs import FAMILIES, WIDE_HEADS, Scales, write_random_pair
+from random_pairs import FAMILIES, WIDE_HEADS, write_random_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_drafts")]
 # Has as many K/V heads in full layers as in others. (Pairs whose rounding chooses another expert: parity/test_parity.py.)
@@ -41,7 +41,7 @@ def test_heads_of_the_published_sizes_equal_both_oracles(seed: int, tmp_path: Pa
 
 def test_a_target_without_a_cap_is_not_capped(tmp_path: Path) -> None:
     """Where its key is missing llama.cpp caps logits at 30, which moves a logit of 9 by 0.3."""
-    _, target, drafter = write_random_pair(5, tmp_path, both={"final_logit_softcapping": None}, scales=Scales(matrices=2))
+    _, target, drafter = write_random_pair(5, tmp_path, both={"final_logit_softcapping": None}, matrices=2)
     figures = _exported(target, drafter, tmp_path / "bundle")["unquantized"]
     assert figures["mean_kl"] < 1e-4
     assert figures["max_abs_difference"] < 0.05
