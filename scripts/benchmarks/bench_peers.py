@@ -1,9 +1,9 @@
-"""Compares this program with llama.cpp, LiteRT-LM and onnxruntime-genai on the same pair, prompts and processors: first token, tokens per
-second, what drafts bring. All sides in turn in one run, each engine in a process of its own.
+"""Compares this program with llama.cpp and LiteRT-LM on the same pair, prompts and processors: first token, tokens per second, what drafts
+bring. All sides in turn in one run, each engine in a process of its own.
 
     make llama-cpp
     .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl --json peers.json
-    sh scripts/setup/build_peers.sh /tmp/peers                     # once: the other engines and their files
+    sh scripts/setup/build_peers.sh /tmp/peers                     # once: LiteRT-LM and its files
     .venv/bin/python scripts/benchmarks/bench_peers.py /tmp/peers/bundle --peers /tmp/peers --runs peers.jsonl --json peers.json
     .venv/bin/python scripts/benchmarks/bench_peers.py --report peers.jsonl
 
@@ -205,20 +205,17 @@ class Peers:
 
     def others(self, folder: Path) -> Iterator[Side]:
         """Yields the sides whose environment and files are in the folder of scripts/setup/build_peers.sh."""
-        for name, module, model, policies in (
-            ("LiteRT-LM int4", "peer_litert_lm", "litert-lm-int4/model.litertlm", (PLAIN, DEFAULT)),
-            ("LiteRT-LM int8", "peer_litert_lm", "litert-lm-int8/model.litertlm", (PLAIN, DEFAULT)),
-            ("onnxruntime-genai int4", "peer_onnxruntime_genai", "onnxruntime-genai-int4", (PLAIN,)),
-        ):
+        for kind in ("int4", "int8"):
+            name, model = f"LiteRT-LM {kind}", f"litert-lm-{kind}/model.litertlm"
             if not (folder / model).exists():
                 self.notes.append(f"{name} was not measured: {folder} has no {model}; run scripts/setup/build_peers.sh {folder}")
                 continue
             try:
-                process = self.worker(name, folder / "env" / "bin" / "python", module, folder / model)
+                process = self.worker(name, folder / "env" / "bin" / "python", "peer_litert_lm", folder / model)
             except (BackendError, OSError) as error:
                 self.notes.append(f"{name} was not measured: {error}")
                 continue
-            yield _side(name, process, tuple(Variant(side=name, drafter="none", policy=policy) for policy in policies))
+            yield _side(name, process, tuple(Variant(side=name, drafter="none", policy=policy) for policy in (PLAIN, DEFAULT)))
 
 
 def draft_notes(every: Peers, sides: Sequence[Side]) -> Iterator[str]:

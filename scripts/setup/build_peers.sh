@@ -1,9 +1,8 @@
 #!/bin/sh
-# The other engines of bench_peers.py on the widened pair: build_peers.sh FOLDER [VENV]
-#   FOLDER/env                          LiteRT-LM 0.18.1 and onnxruntime-genai 0.18.0, with what exports their files (2.4 GB)
-#   FOLDER/pair, FOLDER/bundle          the widened reference pair, and its bundle for both backends
-#   FOLDER/litert-lm-int4, -int8        the pair with its drafter as LiteRT-LM reads it
-#   FOLDER/onnxruntime-genai-int4       a target of as many weights (scripts/pairs/export_genai_target.py says what differs)
+# The other engine of bench_peers.py on the widened pair: build_peers.sh FOLDER [VENV]
+#   FOLDER/env                      LiteRT-LM 0.18.1, with what exports its files (at most 2.4 GB)
+#   FOLDER/pair, FOLDER/bundle      the widened reference pair, and its bundle for both backends
+#   FOLDER/litert-lm-int4, -int8    the pair with its drafter as LiteRT-LM reads it
 # VENV (.venv) has edge-mtp[all,train]. What is there is kept.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -14,7 +13,7 @@ mkdir -p "$folder"
 if [ ! -x "$folder/env/bin/litert-lm" ]; then
     python3 -m venv "$folder/env"
     "$folder/env/bin/pip" install --quiet torch==2.13.0 transformers==5.22.2 litert-torch==0.10.0 litert-lm-builder==0.18.1 \
-        litert-lm-api==0.18.1 litert-lm==0.18.1 onnxruntime-genai==0.18.0 onnxruntime==1.32.0 onnx-ir==1.1.0
+        litert-lm-api==0.18.1 litert-lm==0.18.1
 fi
 export HF_HUB_OFFLINE=1
 if [ ! -d "$folder/pair" ]; then
@@ -29,8 +28,4 @@ for type in int4 int8; do
             --recipe "dynamic_wi${type#int}_afp32" >"$folder/litert-lm-$type.log" 2>&1 || { tail -5 "$folder/litert-lm-$type.log" >&2; exit 1; }
     fi
 done
-if [ ! -f "$folder/onnxruntime-genai-int4/genai_config.json" ]; then
-    "$folder/env/bin/python" scripts/pairs/export_genai_target.py "$folder/pair/target" "$folder/onnxruntime-genai-int4" \
-        >"$folder/genai.log" 2>&1 || { tail -5 "$folder/genai.log" >&2; exit 1; }
-fi
-echo "the engines are in $folder; measure with: $venv/bin/python scripts/benchmarks/bench_peers.py $folder/bundle --peers $folder --runs FILE"
+echo "the engine is in $folder; measure with: $venv/bin/python scripts/benchmarks/bench_peers.py $folder/bundle --peers $folder --runs FILE"

@@ -140,15 +140,14 @@ def test_a_side_that_fails_is_left_out_and_the_others_go_on():
 
 
 def test_engines_that_are_not_there_are_named(tmp_path):
-    (tmp_path / "onnxruntime-genai-int4").mkdir()
+    (tmp_path / "litert-lm-int8").mkdir()
+    (tmp_path / "litert-lm-int8" / "model.litertlm").touch()
     with ExitStack() as stack:
         every = Peers(stack=stack, logs=tmp_path, threads=1, context=64)
         assert list(every.others(tmp_path)) == []
-    assert [text.partition(":")[0] for text in every.notes] == [
-        f"{name} was not measured" for name in ("LiteRT-LM int4", "LiteRT-LM int8", "onnxruntime-genai int4")
-    ]
+    assert [text.partition(":")[0] for text in every.notes] == [f"LiteRT-LM {kind} was not measured" for kind in ("int4", "int8")]
     assert "run scripts/setup/build_peers.sh" in every.notes[0]
-    assert "No such file or directory" in every.notes[2]
+    assert "No such file or directory" in every.notes[1]
 
 
 def test_accepted_drafts_are_read_from_the_log_of_a_peer(tmp_path):
