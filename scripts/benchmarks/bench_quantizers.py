@@ -1,12 +1,11 @@
-"""Compares quantizers of other programs with this project's own on the pair of real matrices: KL, perplexity and bytes, weights alone.
+"""Compares llama.cpp's quantizer with this project's own on the pair of real matrices: KL, perplexity and bytes, weights alone.
 
     python scripts/pairs/real_matrices.py
     python scripts/benchmarks/bench_quantizers.py --json peers.json --keep build/peers
 
 The dequantized weights run in transformers in float32 on the held-out texts, so kernels and rounded activations have no effect. llama.cpp's
-types come from its own quantizer, without and with an importance matrix of the same calibration. onnxruntime's tools and LiteRT's are their
-own functions, called on every matrix as their converters call them. A peer that is not installed is named and left out; LiteRT's is the
-package ai-edge-quantizer. Results in `--json` stay: a run goes on with the ways that are missing.
+types come from its own quantizer, without and with an importance matrix of the same calibration. Results in `--json` stay: a run goes on
+with the ways that are missing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import click
 import gguf
@@ -53,8 +51,8 @@ Made = tuple[Floats, int]
 Quantizer = Callable[[str, Floats], Made]
 # Program, name, and what makes all matrices.
 Way = tuple[str, str, Callable[[], Iterator[tuple[str, Made]]]]
-# Rows whose figures are computed at once, and weights that slow quantizers get at once.
-ROWS, PIECE = 64, 1 << 22
+# Rows whose figures are computed at once.
+ROWS = 64
 TABLE = "token_embd.weight"
 # The fields of a format that some of a layer's matrices have as their own.
 APART = {
@@ -241,95 +239,6 @@ def onnx_quantizer(request: OnnxRequest, importance: Importance | None) -> Quant
     return quantize
 
 
-def runtime_quantizers() -> Iterator[tuple[str, Quantizer]]:
-    """onnxruntime's own tools, as its matmul_nbits_quantizer calls them: head and embedding in the same 4 bits, or in 8."""
-    from onnxruntime.capi import _pybind_state as native
-    from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig, HQQWeightOnlyQuantizer
-    from onnxruntime.quantization.neural_compressor.weight_only import quant_tensor_k_quant_cpu
-
-    def default(weights: Floats, block: int, bits: int) -> Made:
-        rows, blocks = len(weights), weights.shape[1] // block
-        packed = np.zeros((rows, blocks, block * bits // 8), np.uint8)
-        scales, zeros = np.zeros(rows * blocks, np.float32), np.zeros(rows * ((blocks * bits + 7) // 8), np.uint8)
-        function = native.quantize_matmul_4bits if bits == 4 else native.quantize_matmul_8bits
-        # It takes [K, N]; symmetric: the zero points stay at the middle.
-        function(packed, np.ascontiguousarray(weights.T), scales, zeros, block, rows, weights.shape[1], True)
-        levels = packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1).reshape(rows, blocks, block)
-        values = (levels.astype(np.float32) - (1 << (bits - 1))) * scales.reshape(rows, blocks, 1)
-        return values.reshape(weights.shape), packed.nbytes + scales.nbytes
-
-    def k_quant(weights: Floats, block: int, bits: int) -> Made:
-        levels, scales, zeros = quant_tensor_k_quant_cpu(weights, bits, block)
-        return ((levels - zeros) * scales).reshape(weights.shape), levels.size * bits // 8 + 4 * scales.size + zeros.size * bits // 8
-
-    def hqq(weights: Floats, block: int, bits: int) -> Made:
-        made = HQQWeightOnlyQuantizer(HQQWeightOnlyQuantConfig(block_size=block, bits=bits))
-        levels, scales, zeros = (each.numpy() for each in made.quantize_internal(torch.from_numpy(weights), bits=bits, group_size=block))
-        grouped = levels.reshape(len(weights), -1, block).astype(np.float32)
-        # Zero points are floats of the weights' type there.
-        stored = levels.size * bits // 8 + 4 * (scales.size + zeros.size)
-        return ((grouped - zeros[..., None]) * scales[..., None]).reshape(weights.shape), stored
-
-    def by(function: Callable[[Floats, int, int], Made], block: int, bits: int, head: int) -> Quantizer:
-        return lambda name, weights: _in_pieces(weights, lambda part: function(part, block, head if name == TABLE else bits))
-
-    for block in (32, 128):
-        yield f"default, blocks of {block}", by(default, block, 4, 4)
-        yield f"default, blocks of {block}, head in 8 bits", by(default, block, 4, 8)
-        yield f"k_quant, blocks of {block}, head in 8 bits", by(k_quant, block, 4, 8)
-        yield f"default, 8 bits, blocks of {block}", by(default, block, 8, 8)
-    yield "HQQ, blocks of 32, head in 8 bits", by(hqq, 32, 4, 8)
-
-
-def _in_pieces(weights: Floats, quantize: Callable[[Floats], Made]) -> Made:
-    parts = [quantize(part) for part in np.array_split(weights, max(1, weights.size // PIECE))]
-    return np.concatenate([part for part, _ in parts]), sum(count for _, count in parts)
-
-
-def litert_quantizers() -> Iterator[tuple[str, Quantizer]]:
-    """LiteRT's min-max quantizer, by which its recipes dynamic_wi4_afp32, dynamic_wi8_afp32 and gemma4_mixed48 round weights."""
-    from ai_edge_quantizer import qtyping
-    from ai_edge_quantizer.algorithms.uniform_quantize import uniform_quantize_tensor as uniform
-
-    def rounded(weights: Floats, block: int, bits: int) -> Made:
-        granularity = qtyping.QuantGranularity(f"BLOCKWISE_{block}" if block else "CHANNELWISE")
-        grouped = weights.reshape(-1, block or weights.shape[1])
-        zeros, scales = uniform.tensor_zp_scale_from_min_max(
-            grouped.min(1, keepdims=True), grouped.max(1, keepdims=True), bits, True, granularity
-        )
-        parameters = qtyping.UniformQuantParams(
-            scale=scales, zero_point=zeros, num_bits=bits, symmetric=True, quantized_dimension=0, block_size=0
-        )
-        values = uniform.uniform_dequantize(uniform.uniform_quantize(grouped, parameters), parameters)
-        # Scales of blocks are float16 in the file, those of channels float32.
-        return values.reshape(weights.shape).astype(np.float32), weights.size * bits // 8 + scales.size * (2 if block else 4)
-
-    def by(block: int, bits: int, head: int) -> Quantizer:
-        def quantize(name: str, weights: Floats) -> Made:
-            here = (block, bits) if name != TABLE or head == bits else (0, head)
-            return _in_pieces(weights, lambda part: rounded(part, *here))
-
-        return quantize
-
-    for block, which in ((0, "channels"), (32, "blocks of 32")):
-        yield f"int4, {which}", by(block, 4, 4)
-        yield f"int4, {which}, head in 8 bits", by(block, 4, 8)
-    yield "int8, channels", by(0, 8, 8)
-
-
-def peers(say: Callable[[str], None]) -> Iterator[tuple[str, str, Quantizer]]:
-    """The quantizers of other programs that are installed."""
-    installed: tuple[tuple[str, str, Callable[[], Any]], ...] = (
-        ("onnxruntime", "onnxruntime", runtime_quantizers),
-        ("LiteRT (ai-edge-quantizer)", "ai-edge-quantizer", litert_quantizers),
-    )
-    for program, package, ways in installed:
-        try:
-            yield from ((f"{program} {version(package)}", way, quantizer) for way, quantizer in ways())
-        except ImportError as error:
-            say(f"{program} is left out: {error}; pip install {package} onnx-ir")
-
-
 def report(losses: list[Loss]) -> str:
     """One line per way, by bytes."""
     lines = ["| program | weights | MB | mean KL | perplexity | same first choice |", "|:--|:--|--:|--:|--:|--:|"]
@@ -368,11 +277,9 @@ def main(target: Path | None, tokens: int, pieces: int, threads: int, only: str,
     def matrices(quantizer: Quantizer) -> Iterator[tuple[str, Made]]:
         return ((name, quantizer(name, model.own(name))) for name in model.matrices)
 
-    own = [("edge-mtp", f"ONNX {way}, calibrated", onnx_quantizer(request, importance)) for way, request in OWN_ONNX.items()]
-    own.append(("edge-mtp", "ONNX int4 mixed", onnx_quantizer(OnnxRequest(), None)))
-    ways: list[Way] = [
-        (program, way, partial(matrices, quantizer)) for program, way, quantizer in (*own, *peers(partial(click.echo, err=True)))
-    ]
+    own = {f"ONNX {way}, calibrated": onnx_quantizer(request, importance) for way, request in OWN_ONNX.items()}
+    own["ONNX int4 mixed"] = onnx_quantizer(OnnxRequest(), None)
+    ways: list[Way] = [("edge-mtp", way, partial(matrices, quantizer)) for way, quantizer in own.items()]
     done = {(loss.program, loss.way) for loss in losses}
     for program, way, make in (*ways, *gguf_ways(open_checkpoint(target), importance, keep, threads)):
         if only in f"{program} {way}" and (program, way) not in done:
