@@ -2,34 +2,32 @@
 bring. All sides in turn in one run, each engine in a process of its own.
 
     make llama-cpp
-    .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl --json peers.json
-    sh scripts/setup/build_peers.sh /tmp/peers                     # once: LiteRT-LM and its files
-    .venv/bin/python scripts/benchmarks/bench_peers.py /tmp/peers/bundle --peers /tmp/peers --runs peers.jsonl --json peers.json
+    sh scripts/setup/build_peers.sh /tmp/peers                     # once: LiteRT-LM, its files and ours
+    .venv/bin/python scripts/benchmarks/bench_peers.py /tmp/peers/bundle --peers /tmp/peers --runs peers.jsonl
     .venv/bin/python scripts/benchmarks/bench_peers.py --report peers.jsonl
 
-Without a BUNDLE, the reference pair is widened and exported to build/wide first. Tools of llama.cpp that are missing are built;
-llama-cpp-python loads the same libraries as the tools. Run it on a quiet machine and quote the ratios.
+llama-cpp-python loads the same libraries as llama.cpp's tools. Run it on a quiet machine and quote the ratios.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from edge_bench.measure.benchmark import new_header
 from edge_bench.measure.records import (
     BASELINE,
     DEFAULT,
@@ -37,25 +35,21 @@ from edge_bench.measure.records import (
     LLAMA_CPP,
     OURS,
     PLAIN,
-    SCHEMA,
-    Header,
-    ModelFile,
     Note,
     Record,
     RecordFile,
     Run,
     Variant,
     parse_names,
+    parse_numbers,
     read_records,
 )
 from edge_bench.measure.request import DOMAINS, Prompt
 from edge_bench.measure.runners import CONTEXTS_PART, DOMAINS_PART, Runner, Schedule, llama_tools
-from edge_bench.report.figures import Figures, Row, figures, first_token_ratio
-from edge_bench.report.tables import machine_line, milliseconds, ratio_text, share
+from edge_bench.report.figures import Figures, figures, first_token_ratio
+from edge_bench.report.tables import TextTable, grid, milliseconds, print_report, print_tables, ratio_text
 from edge_devices.command_line import one_sentence_errors
-from edge_devices.files.atomic_write import write_text
 from edge_devices.files.typed_json import from_json, to_json
-from edge_devices.machine.facts import read_machine
 from edge_devices.machine.load import LoadWatch, load_now
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.drafting.policies import DEFAULT_POLICY
@@ -63,34 +57,8 @@ from edge_runtime.errors import BackendError
 from edge_runtime.session.open import default_threads
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIR = ROOT / "exporter" / "edge_export" / "reference_pair"
-EDGE_EXPORT = [sys.executable, "-c", "from edge_export.cli.command import main; main(prog_name='edge-export')"]
 # This program on llama.cpp's engine, where OURS is the one on onnxruntime.
 OURS_LLAMA = f"{OURS} on llama.cpp"
-
-
-def run(command: Sequence[str | Path]) -> None:
-    """Runs a command; its messages go to standard error. Raises ClickException if it fails."""
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, stdout=sys.stderr, check=False)
-    if done.returncode:
-        raise click.ClickException(f"{' '.join(map(str, command[:4]))} ended with exit code {done.returncode}")
-
-
-def tools_folder(tools: Path) -> Path:
-    """Returns the folder of llama.cpp's tools; builds them if they are missing."""
-    if not (tools / "llama-speculative-simple").is_file():
-        run(["sh", ROOT / "scripts" / "setup" / "build_llama_cpp.sh", Path(sys.prefix), "tools"])
-    return tools.resolve()
-
-
-def wide_bundle(folder: Path) -> Path:
-    """Returns the bundle of the widened reference pair, for both backends; makes it if it is missing."""
-    bundle = folder / "bundle"
-    if not bundle.is_dir():
-        widen = [sys.executable, ROOT / "scripts" / "pairs" / "widen_pair.py", PAIR, "-o", folder / "pair"]
-        run([*widen, "--intermediate", "49152", "--vocabulary", "65536"])
-        run([*EDGE_EXPORT, "pair", folder / "pair" / "target", folder / "pair" / "drafter", "-o", bundle, "--format", "both"])
-    return bundle
 
 
 class PeerProcess:
@@ -232,22 +200,6 @@ def _side(name: str, process: PeerProcess, variants: tuple[Variant, ...]) -> Sid
     return Side(name=name, runner=process, version=process.about["version"], flags=process.about["flags"], variants=variants)
 
 
-def header(bundle: Bundle, sides: Sequence[Side], settings: dict[str, Any]) -> Header:
-    """Returns the header of the records: machine, files, versions and flags of all sides."""
-    files = bundle.manifest.files
-    return Header(
-        schema=SCHEMA,
-        version=version("edge-mtp"),
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        bundle=bundle.folder.name,
-        target="",
-        files=tuple(ModelFile(role=f.role, format=f.format, quantization=f.quantization, bytes=f.bytes) for f in files),
-        machine=asdict(read_machine()),
-        settings=settings | {"flags": {side.name: side.flags for side in sides}},
-        engines={side.name: side.version for side in sides},
-    )
-
-
 def measured(sides: Sequence[Side], plans: Sequence[Schedule], warm_up: int) -> Iterator[Record]:
     """Yields the runs of all sides in turn, as planned. A side that fails is left out from then on, with a note."""
     runners = {variant: side for side in sides for variant in side.variants}
@@ -269,64 +221,20 @@ def measured(sides: Sequence[Side], plans: Sequence[Schedule], warm_up: int) -> 
                     yield record
 
 
-def decode_table(result: Figures) -> str:
-    """A line per side and way of decoding: tokens per second, over our plain, accepted, and our default over it."""
-    ours = next((row.variant for row in result.overall if row.variant.side == OURS and row.variant.policy == DEFAULT_POLICY), None)
-    over = {pair.peer: pair.ratio for pair in result.against if pair.ours == ours}
-    lines = ["| engine | drafts | tok/s | over our plain [95%] | accepted | our default over it [95%] |", "|:--|:--|--:|--:|--:|--:|"]
-    for row in result.overall:
-        speeds = f"{row.tokens_per_second:.1f} | {ratio_text(row.speed_up)} | {share(row.acceptance_rate)}"
-        lines.append(f"| {row.variant.side} | {drafts(row)} | {speeds} | {ratio_text(over.get(row.variant))} |")
-    return "\n".join(lines)
-
-
-def drafts(row: Row) -> str:
-    """Returns how many drafts a row's variant makes."""
-    return f"{row.variant.length}" if row.variant.policy == FIXED else "none" if row.variant.policy == PLAIN else row.variant.policy
-
-
-def first_token_table(result: Figures) -> str:
-    """A line per side: milliseconds until the first token of each prompt length, with how many times as early ours comes."""
-    rows = {(row.variant.side, row.domain or ""): row for row in result.by_context if row.variant.policy == PLAIN}
-    lengths = list(dict.fromkeys(length for _, length in rows))
-    runs = [run for run in result.records.runs if run.part == CONTEXTS_PART and run.variant.policy == PLAIN]
-    head = " | ".join(
-        f"{rows[side, length].prompt_tokens:g} tokens, ms | ours is earlier by [95%]" for side, length in rows if side == OURS
-    )
-    lines = [f"| engine | {head} |", "|:--|" + "--:|" * (2 * len(lengths))]
-    for side in dict.fromkeys(side for side, _ in rows):
-        cells = []
-        for length in lengths:
-            row = rows.get((side, length))
-            ours, theirs = ([run for run in runs if (run.variant.side, run.domain) == (each, length)] for each in (OURS, side))
-            earlier = None if side == OURS else first_token_ratio(ours, theirs)
-            cells += [milliseconds(row.first_token_seconds if row else None), ratio_text(earlier)]
-        lines.append(f"| {side} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def report_text(result: Figures) -> str:
-    """Returns versions, tables and notes as Markdown."""
-    about, flags = result.records.header, result.records.header.settings.get("flags", {})
-    engines = [f"- {name}: {number}; {flags.get(name, '')}" for name, number in about.engines.items()]
-    tables = [table(result) for table, rows in ((decode_table, result.overall), (first_token_table, result.by_context)) if rows]
-    parts = [machine_line(replace(about, engines={})), "\n".join(engines), *tables, "\n".join(f"- {text}" for text in result.records.notes)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def to_numbers(option: str) -> tuple[int, ...]:
-    """Returns the numbers of a comma-separated list; "none" is none."""
-    return () if option == "none" else tuple(int(part) for part in option.split(","))
-
-
-class _Numbers(click.ParamType[tuple[int, ...]]):
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        try:
-            return value if isinstance(value, tuple) else to_numbers(value)
-        except ValueError:
-            self.fail(f"{value!r} is no list of numbers such as 64,512, nor none", param, ctx)
+def first_tokens(result: Figures) -> TextTable:
+    """A row per side: milliseconds until the first token of each prompt length, and how many times as early ours comes."""
+    runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
+    for run in result.records.runs:
+        if run.part == CONTEXTS_PART and run.variant.policy == PLAIN:
+            runs[run.variant.side, run.domain].append(run)
+    cells = {}
+    for row in result.by_context:
+        side, length = row.variant.side, row.domain or ""
+        if row.variant.policy == PLAIN:
+            cells[side, f"{length} tokens, ms"] = milliseconds(row.first_token_seconds)
+            if side != OURS:
+                cells[side, f"{length}: ours is earlier by [95%]"] = ratio_text(first_token_ratio(runs[OURS, length], runs[side, length]))
+    return grid("peers", "First token", cells)
 
 
 @click.command(context_settings={"show_default": True})
@@ -334,60 +242,57 @@ class _Numbers(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--tools", type=click.Path(path_type=Path), default=ROOT / "build" / "llama.cpp" / "bin", help="Folder of llama.cpp's binaries."
 )
-@click.option("--peers", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Also measure the engines in this folder.")
+@click.option("--peers", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Also measure the engine in this folder.")
 @click.option("--domains", default=",".join(DOMAINS), help="Shipped prompt sets to use.")
-@click.option("--lengths", type=_Numbers(), default="3", help="Fixed draft lengths of this program, or none.")
-@click.option("--prompt-lengths", type=_Numbers(), default="64,512,1000", help="Prompt lengths for the first token, in tokens, or none.")
+@click.option("--lengths", default="3", help="Fixed draft lengths of this program, or none.")
+@click.option("--prompt-lengths", default="64,512,1000", help="Prompt lengths for the first token, in tokens, or none.")
 @click.option("--max-tokens", "-n", type=click.IntRange(2, 512), default=64, help="Tokens to generate per request.")
 @click.option("--repeats", type=click.IntRange(1), default=3, help="Number of repeats; every second one runs in reverse order.")
 @click.option("--threads", "-t", type=click.IntRange(1), help="Threads of every engine.  [default: all processors]")
-@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Measure, and write the measurements here.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures here.")
+@click.option("--runs", type=click.Path(path_type=Path, dir_okay=False), help="Measure BUNDLE, and write the measurements here.")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Measure nothing; print the tables of this file.")
 @one_sentence_errors()
-def main(
-    bundle: Path | None, tools: Path, peers: Path | None, runs: Path | None, json_path: Path | None, report: Path | None, **sizes: Any
-) -> None:
+def main(bundle: Path | None, runs: Path | None, report: Path | None, **options: Any) -> None:
     """Compare this program's first token and speed with those of other engines, on BUNDLE."""
-    if (runs is None) == (report is None):
-        raise click.UsageError("give --runs FILE to measure, or --report FILE")
-    if runs is not None:
-        measure(bundle.resolve() if bundle else wide_bundle(ROOT / "build" / "wide"), tools_folder(tools), peers, runs, **sizes)
+    if (runs is None) == (report is None) or (runs is None) != (bundle is None):
+        raise click.UsageError("give BUNDLE and --runs FILE to measure, or --report FILE")
+    if bundle is not None and runs is not None:
+        measure(bundle.resolve(), runs, **options)
     result = figures(read_records(runs or report or Path()))
-    if json_path is not None:
-        write_text(json_path, [json.dumps(result.to_json(), indent=1, allow_nan=False), "\n"])
-    click.echo(report_text(result))
+    print_report(result)
+    print_tables([first_tokens(result)])
 
 
 def measure(
     folder: Path,
-    tools: Path,
-    peers: Path | None,
     runs: Path,
     *,
+    tools: Path,
+    peers: Path | None,
     domains: str,
-    lengths: tuple[int, ...],
-    prompt_lengths: tuple[int, ...],
+    lengths: str,
+    prompt_lengths: str,
     max_tokens: int,
     repeats: int,
     threads: int | None,
 ) -> None:
     """Measures all sides and writes their records."""
-    bundle, longest, sets = open_bundle(folder, check="none"), max(prompt_lengths, default=0), parse_names(domains, DOMAINS, "domain")
+    bundle, sets = open_bundle(folder, check="none"), parse_names(domains, DOMAINS, "domain")
+    prompts_of, tools = parse_numbers(prompt_lengths, "prompt lengths"), tools.resolve()
     before, watch = load_now(), LoadWatch()
     with tempfile.TemporaryDirectory(prefix=f"{runs.name}.", dir=runs.resolve().parent) as logs, RecordFile(runs) as file:
         with ExitStack() as stack:
-            context = -(-(longest + max_tokens + 256) // 256) * 256
+            context = -(-(max(prompts_of, default=0) + max_tokens + 256) // 256) * 256
             every = Peers(stack=stack, logs=Path(logs), threads=threads or default_threads(), context=context)
-            ours = every.edge(OURS, folder, "onnx", lengths)
+            ours = every.edge(OURS, folder, "onnx", parse_numbers(lengths, "draft lengths"))
             sides = [ours, every.edge(OURS_LLAMA, folder, "llama", (), LLAMA_CPP_LIB_PATH=str(tools)), every.llama_cpp(tools, bundle)]
             sides += every.others(peers) if peers is not None else ()
             settings = {"threads": every.threads, "tokens": max_tokens, "repeats": repeats, "context": context}
-            file.add(header(bundle, sides, settings))
+            file.add(replace(new_header(bundle, settings), engines={side.name: f"{side.version}; {side.flags}" for side in sides}))
             assert isinstance(ours.runner, PeerProcess)
-            asked = ours.runner.ask({"domains": sets, "per_domain": 1, "lengths": list(prompt_lengths)})
+            asked = ours.runner.ask({"domains": sets, "per_domain": 1, "lengths": list(prompts_of)})
             prompts = tuple(from_json(Prompt, each, "prompt") for each in asked["prompts"])
-            short = len(prompts) - len(prompt_lengths)
+            short = len(prompts) - len(prompts_of)
             variants = tuple(variant for side in sides for variant in side.variants)
             decoding = Schedule(part=DOMAINS_PART, variants=variants, prompts=prompts[:short], repeats=repeats, tokens=max_tokens)
             # Of a long prompt's request only the first token counts; two are the fewest that all engines make.

@@ -1,7 +1,7 @@
 """Keeps the figures of README's table in docs/records/headline.json, and writes the table of README and of the docs' home from it.
 
     edge-run demo demo-bundle-onnx >demo.txt
-    .venv/bin/python scripts/benchmarks/bench_peers.py --runs peers.jsonl
+    .venv/bin/python scripts/benchmarks/bench_peers.py peers/bundle --peers peers --runs peers.jsonl
     .venv/bin/python scripts/setup/headline.py peers.jsonl --processor "Intel Xeon with AVX-512 VNNI" --demo demo.txt
     .venv/bin/python scripts/setup/headline.py          # only writes the pages anew
 
