@@ -11,7 +11,11 @@ of both servers meet is run all the same: where it passes after all, the list is
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import os
+import re
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -21,9 +25,10 @@ from typing import Any
 import pytest
 import requests
 
+from changed_bundle import put_files
 from chat_server import Child
-from llama_server_bundles import bundle_like
-from pictures import SCENES, photo
+from kept import PAIR, kept, shipped_bundle
+from pictures import SCENES, photo, picture_bundle
 
 sys.modules.setdefault("wget", types.ModuleType("wget"))  # which loads models from a hub
 sys.path.insert(0, str(Path.cwd()))
@@ -119,17 +124,62 @@ _PICTURES = {f"{_HUB}11_truck.png": photo(SCENES[0]), f"{_HUB}91_cat.png": photo
 _CONVERSATION = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 _CONSTRAINED = {"response_format", "json_schema", "grammar", "tool_choice"}
 _LIMITS = {"max_tokens", "max_completion_tokens", "n_predict"}
+# Their test model has 512 pieces, most of them letters. Here these merges replace those of the shipped tokenizer, so that their prompts
+# have as many tokens as there; the weights stay, and what they answer is no matter. Each word is built from its left or its right end, so
+# that no step of it makes a piece of another text.
+_MERGES = (
+    "< |, | >, i m, a r, a n, t h, th e, ▁ the, ▁ i, ▁i s, W h, Wh a, Wha t, ▁ b, Y o, Yo u, ▁ ar, ▁ar e, W r, Wr i, Wri t, "
+    "Writ e, ▁ f, ▁ c, + +, n g, c i, p l, pl a, pla t, plat e, m plate, e mplate"
+)
+_BUILT = [merge.split() for merge in _MERGES.split(", ")]
+CHATML = (
+    "{{ bos_token }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 _MOST_CHILDREN = 4
 _children: dict[tuple[Path, tuple[str, ...]], Child] = {}
 
 
 def bundle_of(server: Any) -> Path:
-    """The bundle for the model of a test's server: its name, its template, and whether it takes images."""
+    """The bundle for the model of a test's server: that name for clients, that chat template or ChatML, and images or not."""
     template = server.chat_template if "{" in (server.chat_template or "") or " " in (server.chat_template or "") else None
     if server.chat_template_file:
         template = Path(server.chat_template_file).read_text(encoding="utf-8")
     media = "gemma3" in (server.model_hf_repo or "")
-    return bundle_like(Path(os.environ[FOLDER]), name=server.model_alias or "model", template=template, media=media)
+    made = picture_bundle() if media else _text_bundle()
+    copy = Path(os.environ[FOLDER]) / hashlib.sha256(f"{made} {template}".encode()).hexdigest()[:12] / (server.model_alias or "model")
+    if not copy.exists():
+        shutil.copytree(made, copy)
+        if not media:
+            put_files(copy, lambda _: (template or CHATML).encode(), lambda file: file["role"] == "chat_template")
+    return copy
+
+
+def _text_bundle() -> Path:
+    checkpoint = kept("letters", {"built": _BUILT}, _write_checkpoint)
+    return shipped_bundle(target=str(checkpoint / "target"), drafter=str(checkpoint / "drafter"))
+
+
+def _write_checkpoint(folder: Path) -> None:
+    for half in ("target", "drafter"):
+        shutil.copytree(PAIR / half, folder / half)
+        _use_letters(folder / half / "tokenizer.json")
+
+
+def _use_letters(path: Path) -> None:
+    """Rewrites a tokenizer. Pieces that no merge makes any more get names that no text has: a text can be written in one way alone."""
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    used = {piece for a, b in _BUILT for piece in (a, b, a + b)}
+    control = {token["content"] for token in tokenizer["added_tokens"]}
+    kept_pieces = used | control | {piece for piece in vocabulary if len(piece) == 1 or re.fullmatch(r"<0x..>", piece)}
+    free = [number for piece, number in vocabulary.items() if piece not in kept_pieces]
+    pieces = {piece: number for piece, number in vocabulary.items() if piece in kept_pieces}
+    missing = sorted(used - set(pieces))
+    pieces |= dict(zip(missing, free, strict=False)) | {f"\u00a7{number}": number for number in free[len(missing) :]}
+    tokenizer["model"] |= {"vocab": pieces, "merges": _BUILT}
+    path.write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
 def arguments(server: Any) -> tuple[str, ...]:

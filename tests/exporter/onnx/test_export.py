@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from click.testing import CliRunner
 
-from changed_graphs import nodes_of
+from changed_bundle import nodes_of
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.cli.command import main
 from edge_export.errors import ExportError, ParityError

@@ -15,7 +15,7 @@ ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from onnx import TensorProto, helper
 
-from changed_graphs import nodes_of
+from changed_bundle import nodes_of
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest

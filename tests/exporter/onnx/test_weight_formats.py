@@ -17,7 +17,7 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from changed_graphs import nodes_of
+from changed_bundle import nodes_of
 from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint
 from edge_export.checkpoint.sources import reference_pair
 from edge_export.gguf.writer import token_order

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from changed_bundle import as_bytes, changed_bundle
+from changed_bundle import nodes_of, with_graphs
 from edge_runtime.backends.kernels.loader import handed, variant
 from edge_runtime.backends.onnx import drafter
 from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft, read_weights
@@ -56,6 +56,11 @@ def test_an_array_that_is_what_native_code_reads_is_handed_over() -> None:
     assert handed(array, np.float32, 8) == handed(array, np.float32, 6, more=True) == array.ctypes.data
 
 
+def changed(bundle: Path, folder: Path, change: Callable[[Any], None]) -> Bundle:
+    """A copy whose drafter's graph somebody changed."""
+    return open_bundle(with_graphs(bundle, folder / "changed", change, roles=["drafter"]), check="full")
+
+
 def norms(model: Any) -> list[Any]:
     """The vectors of float32: weights of norms."""
     return [tensor for tensor in model.graph.initializer if tensor.data_type == 1 and len(tensor.dims) == 1 and tensor.dims[0] > 1]
@@ -78,10 +83,14 @@ def test_weights_of_another_type_are_not_read_as_floats(onnx_pair: Bundles, tmp_
 
     def change(model: Any) -> None:
         found.append(len(tensors := chosen(model)))
-        for tensor in tensors:
-            as_bytes(tensor)
+        for tensor in tensors:  # one of uint8, with as many elements and a quarter of the bytes
+            tensor.data_type = 2
+            for entry in tensor.external_data:
+                if entry.key == "length":
+                    entry.value = str(int(entry.value) // 4)
+            tensor.raw_data = tensor.raw_data[: len(tensor.raw_data) // 4]
 
-    bundle = open_bundle(changed_bundle(sound, tmp_path, graph=change), check="full")
+    bundle = changed(sound, tmp_path, change)
     assert found[0] > 1
     files = pair_of(bundle, drafter=True)
     target, _ = open_pair(pair_of(open_bundle(sound), drafter=True), OPTIONS)
@@ -94,14 +103,14 @@ def test_weights_of_another_type_are_not_read_as_floats(onnx_pair: Bundles, tmp_
         open_onnx(bundle, OPTIONS, None)
 
 
-def nodes_of(model: Any, operator: str) -> list[Any]:
-    body = [node for outer in model.graph.node for attribute in outer.attribute for node in attribute.g.node]
-    return [node for node in (*model.graph.node, *body) if node.op_type == operator]
+def the(model: Any, operator: str, place: int = 0) -> Any:
+    """A node of the graph, by its operator and its place among those."""
+    return [node for node in nodes_of(model.graph) if node.op_type == operator][place]
 
 
 def several_factors(model: Any) -> None:
     """The embedding's factor becomes two."""
-    name = nodes_of(model, "Mul")[0].input[1]
+    name = the(model, "Mul").input[1]
     factor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     factor.dims[:], factor.raw_data = [2], 2 * factor.raw_data
 
@@ -111,14 +120,14 @@ def several_factors(model: Any) -> None:
     "change",
     [
         several_factors,
-        lambda model: nodes_of(model, "NormRows")[1].ClearField("input"),
-        lambda model: nodes_of(model, "GatherBlockQuantized")[0].ClearField("output"),
-        lambda model: nodes_of(model, "TopK")[0].ClearField("input"),
+        lambda model: the(model, "NormRows", 1).ClearField("input"),
+        lambda model: the(model, "GatherBlockQuantized").ClearField("output"),
+        lambda model: the(model, "TopK").ClearField("input"),
     ],
     ids=["several factors", "no weights of a norm", "no rows", "no number"],
 )
 def test_a_graph_that_lacks_a_part_is_none_of_the_kernels(onnx_pair: Bundles, tmp_path: Path, change: Callable[[Any], None]) -> None:
-    bundle = open_bundle(changed_bundle(onnx_pair("int8"), tmp_path, graph=change), check="full")
+    bundle = changed(onnx_pair("int8"), tmp_path, change)
     with pytest.raises(OtherGraphError):
         read_weights(bundle.path("drafter", "onnx"), bundle.manifest.cache_layout)
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from changed_graphs import of_an_earlier_version, with_graphs
+from changed_bundle import with_graphs
 from edge_runtime.backends.kernels.loader import usable_variants, variant
 from edge_runtime.backends.onnx import devices as devices_module
 from edge_runtime.bundle.manifest import with_hash
@@ -72,6 +72,27 @@ def test_a_bundle_without_graphs_names_the_format_to_export(exported_pair: Path,
         open_session(exported_pair, backend="onnx")
     with pytest.raises(BundleError, match="no gguf model for the llama backend"):
         open_session(onnx_pair("f32"), backend="llama")
+
+
+def of_an_earlier_version(model: Any) -> Any:
+    """The graph with stock operators alone, as before graphs named the kernels' operators."""
+    from onnx import inliner
+
+    plain = inliner.inline_local_functions(model)
+    with_initializers(plain.graph)
+    return plain
+
+
+def with_initializers(graph: Any) -> None:
+    """Has a graph and those inside hold what their Constants give."""
+    for node in list(graph.node):
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                with_initializers(attribute.g)
+        if node.op_type == "Constant":
+            graph.initializer.add().CopyFrom(node.attribute[0].t)
+            graph.initializer[-1].name = node.output[0]
+            graph.node.remove(node)
 
 
 @pytest.mark.skipif(not usable_variants(), reason="the row kernels were not built: pip install -e . builds them")

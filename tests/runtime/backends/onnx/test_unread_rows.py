@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
-from changed_graphs import with_graphs
+from changed_bundle import with_graphs
 from edge_export.onnx import static as static_export
 from edge_export.onnx.request import OnnxRequest
 from edge_export.pipeline.export import export_pair
@@ -179,11 +179,10 @@ def test_a_rollback_into_a_prompt_and_a_prefix_that_is_used_again_change_nothing
 def computing_all_rows(folder: Path, output: Path) -> Path:
     """The bundle with a target of an earlier version: its graph has no such input, and computes all rows."""
 
-    def change(model: Any) -> Any:
+    def change(model: Any) -> None:
         (passed,) = (value for value in model.graph.input if value.name == "skipped_rows")
         model.graph.input.remove(passed)
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "skipped_rows"))
-        return model
 
     return with_graphs(folder, output, change, roles=["target"])
 
