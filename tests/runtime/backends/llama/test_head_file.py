@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,38 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-pytest.importorskip("gguf", reason="needs edge-mtp[export]")
+gguf = pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
 from edge_runtime.backends.llama.drafter import HeadWeights, read_head
 from edge_runtime.errors import BackendError
-from tiny_head import KEYS, SIZES, TOP, VOCABULARY, head_arrays, write_head_file, write_tensors
+
+CENTROIDS, PER_CENTROID, HIDDEN, TOP = 6, 5, 32, 2
+VOCABULARY = CENTROIDS * PER_CENTROID
+SIZES = {"hidden_size": HIDDEN, "vocabulary": VOCABULARY}
+KEYS = {"drafter_head.format": 3, "drafter_head.top_centroids": TOP}
+
+
+def head_arrays() -> dict[str, Any]:
+    """The tensors of a random head, in the order of the file."""
+    random = np.random.default_rng(0)
+    return {
+        "rows": random.normal(size=(CENTROIDS, PER_CENTROID, HIDDEN)).astype(np.float16),
+        "token_ordering": random.permutation(VOCABULARY).astype(np.int32).reshape(CENTROIDS, PER_CENTROID),
+        "centroids": random.normal(size=(CENTROIDS, HIDDEN)).astype(np.float16),
+    }
+
+
+def write_head_file(path: Path, arrays: Mapping[str, Any], keys: Mapping[str, Any] = KEYS) -> Path:
+    writer = gguf.GGUFWriter(path, "edge-mtp-drafter-head")
+    for key, value in keys.items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_string)(key, value)
+    for name, array in arrays.items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def read(path: Path, **changes: int) -> HeadWeights:
@@ -54,7 +82,7 @@ def test_a_tensor_that_is_missing_misshapen_or_of_another_type_is_refused(tmp_pa
     del arrays[name]
     for case in ({}, {name: wrong["cut"]}, {name: wrong["typed"]}):
         with pytest.raises(BackendError, match=f"{name}.*export the (pair|bundle) again"):
-            read(write_tensors(tmp_path / "head", arrays | case, KEYS, {}))
+            read(write_head_file(tmp_path / "head", arrays | case))
 
 
 @pytest.mark.parametrize(("field", "value"), [("hidden_size", 64), ("vocabulary", VOCABULARY * 2)])
