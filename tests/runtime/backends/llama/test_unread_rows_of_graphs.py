@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
 from edge_runtime.backends.llama.loader import declare, llama_library
-from ggml_graph import GgmlContext
 from row_calls import unread_rows
 
 pytestmark = pytest.mark.skipif(llama_library().row_kernels is None, reason=f"stock kernels run: {llama_library().stock_reason}")
@@ -28,8 +27,21 @@ HIDDEN = 64
 F32, F16, Q4_0, I32 = 0, 1, 2, 26
 WEIGHTS, HADAMARD, NEOX = 1, 1, 2
 LOGITS = b"result_output"
+# For the tensors of a graph, and the graph, without what they hold.
+DESCRIBED_BYTES = 1 << 20
 _P, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+# ggml/include/ggml.h, ggml-alloc.h and ggml-backend.h
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_init": (_P, [InitParams]),
+    "ggml_free": (None, [_P]),
+    "ggml_new_graph": (_P, [_P]),
+    "ggml_build_forward_expand": (None, [_P, _P]),
     "ggml_new_tensor": (_P, [_P, _INT, _INT, _P]),
     "ggml_get_data": (_P, [_P]),
     "ggml_nbytes": (ctypes.c_size_t, [_P]),
@@ -58,9 +70,11 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_tensor_set": (None, [_P, _P, ctypes.c_size_t, ctypes.c_size_t]),
     "ggml_backend_buffer_clear": (None, [_P, ctypes.c_uint8]),
     "ggml_backend_buffer_set_usage": (None, [_P, _INT]),
+    "ggml_backend_buffer_free": (None, [_P]),
+    "ggml_backend_dev_init": (_P, [_P, ctypes.c_char_p]),
+    "ggml_backend_graph_compute": (_INT, [_P, _P]),
+    "ggml_backend_free": (None, [_P]),
 }
-
-
 REGISTRY_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_cpu_reg": (_P, []),
     "ggml_backend_reg_dev_get": (_P, [_P, ctypes.c_size_t]),
@@ -68,13 +82,15 @@ REGISTRY_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def packed_buffer_type() -> Any:
-    """The kernels' buffer type: the first extra one of the CPU."""
+def processor() -> tuple[Any, Callable[..., Any]]:
+    """ggml's CPU device, and what gives a function of its registry by result type, argument types and name."""
     library = declare(llama_library().api._lib, REGISTRY_SIGNATURES)
     registry = library.ggml_backend_cpu_reg()
-    listed = library.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
-    device = _P(library.ggml_backend_reg_dev_get(registry, 0))
-    return ctypes.CFUNCTYPE(ctypes.POINTER(_P), _P)(listed)(device)[0]
+
+    def function(result: Any, arguments: list[Any], name: bytes) -> Any:
+        return ctypes.CFUNCTYPE(result, *arguments)(library.ggml_backend_reg_get_proc_address(registry, name))
+
+    return _P(library.ggml_backend_reg_dev_get(registry, 0)), function
 
 
 class Graph:
@@ -82,8 +98,9 @@ class Graph:
 
     def __init__(self, seed: int, logits: bytes, *, joined: bool = True) -> None:
         self._random, self._numbers = random.Random(seed), np.random.default_rng(seed)
-        self._context, self._weights, self._packed = (GgmlContext(llama_library()) for _ in range(3))
         self._ggml = declare(llama_library().ggml, SIGNATURES)
+        described = InitParams(mem_size=DESCRIBED_BYTES, mem_buffer=None, no_alloc=True)
+        self._context, self._weights, self._packed = (self._ggml.ggml_init(described) for _ in range(3))
         self._joined_products = joined
         self._filled: list[tuple[Any, NDArray[Any]]] = []
         self.batch = self._random.randint(1, 20)
@@ -101,35 +118,41 @@ class Graph:
         self._build(logits)
 
     def results(self) -> list[NDArray[np.float32]]:
-        """Computes the graph and returns what it is for: what was chosen, and what reads all rows."""
-        for context in (self._context, self._weights):
-            buffer = self._ggml.ggml_backend_alloc_ctx_tensors(context._context, context._backend)
-            context._buffers.append(buffer)
-            self._ggml.ggml_backend_buffer_clear(buffer, 0xFF)
-        self._ggml.ggml_backend_buffer_set_usage(self._weights._buffers[-1], WEIGHTS)
-        buffer = self._ggml.ggml_backend_alloc_ctx_tensors_from_buft(self._packed._context, packed_buffer_type())
-        self._packed._buffers.append(buffer)
-        self._ggml.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
+        """Computes the graph and returns what it is for: what was chosen, and what reads all rows. Frees everything."""
+        ggml, (device, function) = self._ggml, processor()
+        backend = ggml.ggml_backend_dev_init(device, None)
+        buffers = [ggml.ggml_backend_alloc_ctx_tensors(context, backend) for context in (self._context, self._weights)]
+        for buffer in buffers:
+            ggml.ggml_backend_buffer_clear(buffer, 0xFF)
+        # The kernels' buffer type: the first extra one of the CPU.
+        packed_type = function(ctypes.POINTER(_P), [_P], b"ggml_backend_dev_get_extra_bufts")(device)[0]
+        buffers.append(ggml.ggml_backend_alloc_ctx_tensors_from_buft(self._packed, packed_type))
+        for buffer in buffers[1:]:
+            ggml.ggml_backend_buffer_set_usage(buffer, WEIGHTS)
         for tensor, data in self._matrices:
-            self._ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
+            ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
         for tensor, values in self._filled:
             if values.size:
-                ctypes.memmove(self._ggml.ggml_get_data(tensor), np.ascontiguousarray(values).ctypes.data, values.nbytes)
-        self._context.set_threads(self._random.randint(1, 3))
-        self._context.compute(self._graph)
-        return [self._values(tensor) for tensor in self._results]
-
-    def close(self) -> None:
+                ctypes.memmove(ggml.ggml_get_data(tensor), np.ascontiguousarray(values).ctypes.data, values.nbytes)
+        function(None, [_P, _INT], b"ggml_backend_set_n_threads")(backend, self._random.randint(1, 3))
+        assert ggml.ggml_backend_graph_compute(backend, self._graph) == 0
+        results = [self._values(tensor) for tensor in self._results]
+        for buffer in buffers:
+            ggml.ggml_backend_buffer_free(buffer)
+        ggml.ggml_backend_free(backend)
         for context in (self._context, self._weights, self._packed):
-            context.close()
+            ggml.ggml_free(context)
+        return results
 
     def _values(self, tensor: Any) -> NDArray[np.float32]:
-        count = self._ggml.ggml_nbytes(tensor) // 4
-        return self._context.array(tensor, count).copy() if count else np.zeros(0, np.float32)
+        size = self._ggml.ggml_nbytes(tensor)
+        if not size:
+            return np.zeros(0, np.float32)
+        return np.frombuffer((ctypes.c_uint8 * size).from_address(self._ggml.ggml_get_data(tensor)), np.float32).copy()
 
-    def _leaf(self, context: GgmlContext, kind: int, values: NDArray[Any]) -> Any:
+    def _leaf(self, context: Any, kind: int, values: NDArray[Any]) -> Any:
         shape = values.shape[::-1]
-        tensor = self._ggml.ggml_new_tensor(context._context, kind, len(shape), (ctypes.c_int64 * len(shape))(*shape))
+        tensor = self._ggml.ggml_new_tensor(context, kind, len(shape), (ctypes.c_int64 * len(shape))(*shape))
         self._filled.append((tensor, values))
         return tensor
 
@@ -137,9 +160,9 @@ class Graph:
         """A matrix in q4_0, of small scales, and its bytes in a file."""
         blocks = self._numbers.integers(0, 256, (outputs, inputs // 32, 18)).astype(np.uint8)
         blocks[..., :2] = np.float16([0.02]).view(np.uint8)
-        return self._ggml.ggml_new_tensor(self._packed._context, Q4_0, 2, (ctypes.c_int64 * 2)(inputs, outputs)), blocks
+        return self._ggml.ggml_new_tensor(self._packed, Q4_0, 2, (ctypes.c_int64 * 2)(inputs, outputs)), blocks
 
-    def _filling(self, context: GgmlContext, shape: tuple[int, ...], kind: type[Any]) -> Any:
+    def _filling(self, context: Any, shape: tuple[int, ...], kind: type[Any]) -> Any:
         values = self._numbers.standard_normal(shape[::-1]) / WIDTH**0.5
         return self._leaf(context, F16 if kind is np.float16 else F32, values.astype(kind))
 
@@ -167,10 +190,12 @@ class Graph:
         self._ggml.ggml_set_name(last, logits)
         self._ggml.ggml_set_output(last)
         self._results.append(last)
-        self._graph = self._context.graph(*self._results)
+        self._graph = self._ggml.ggml_new_graph(self._context)
+        for result in self._results:
+            self._ggml.ggml_build_forward_expand(self._graph, result)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        return getattr(self._ggml, f"ggml_{name}")(self._context._context, *arguments)
+        return getattr(self._ggml, f"ggml_{name}")(self._context, *arguments)
 
     def _norm(self, rows: Any) -> Any:
         normed = self._call("rms_norm", rows, 1e-6)
@@ -219,22 +244,14 @@ class Graph:
         return self._joined(self._call("cont", self._call("permute", by_head, 0, 2, 1, 3)))
 
 
-def results_of(seed: int, logits: bytes, *, joined: bool = True) -> tuple[Graph, list[NDArray[np.float32]]]:
-    graph = Graph(seed, logits, joined=joined)
-    try:
-        return graph, graph.results()
-    finally:
-        graph.close()
-
-
 @pytest.mark.parametrize("part", range(5))
 def test_results_of_random_graphs_have_the_bits_of_all_rows_and_of_each_product_alone(part: int) -> None:
     left_out = 0
     for seed in range(part * 40, part * 40 + 40):
         before = unread_rows()
-        _, expected = results_of(seed, b"another name", joined=False)
+        expected = Graph(seed, b"another name", joined=False).results()
         assert unread_rows() == before
-        _, actual = results_of(seed, LOGITS)
+        actual = Graph(seed, LOGITS).results()
         left_out += unread_rows() - before
         for item, other in zip(expected, actual, strict=True):
             assert not np.isnan(item).any(), seed
