@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,13 @@ def wait(condition: Callable[[], Any], seconds: float = 300) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def packed_weights_written() -> None:
+    """Waits until all files of packed weights are on the disk."""
+    for thread in threading.enumerate():
+        if thread.name == "edge-mtp packed cache":
+            thread.join()
 
 
 def dead_process() -> int:

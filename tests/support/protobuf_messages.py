@@ -12,6 +12,11 @@ def message(*fields: tuple[int, int | bytes]) -> bytes:
     return b"".join(parts)
 
 
+def bytes_field(number: int, value: bytes) -> bytes:
+    """A message of one field that holds bytes."""
+    return message((number, value))
+
+
 def _varint(number: int) -> bytes:
     number &= (1 << 64) - 1
     out = bytearray()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edge_devices.files.protobuf_wire import WireError, fields_of, varints
-from protobuf_fields import bytes_field
+from protobuf_messages import bytes_field
 
 MESSAGE = bytes_field(3, b"abc") + bytes([1 << 3, 0xAC, 0x02]) + bytes([2 << 3 | 1]) + b"12345678" + bytes([4 << 3 | 5]) + b"1234"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edge_runtime.backends.kernels.packed_cache import PackedCache
-from packed import written
+from polling import packed_weights_written
 
 
 @pytest.fixture
@@ -20,4 +20,4 @@ def said() -> list[str]:
 @pytest.fixture
 def cache(tmp_path: Path, said: list[str]) -> Iterator[PackedCache]:
     yield PackedCache(tmp_path / "packed", said.append)
-    written()
+    packed_weights_written()

@@ -17,7 +17,7 @@ from edge_runtime.bundle import onnx_file
 from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES
 from edge_runtime.bundle.onnx_graph import KERNELS, LOOP_INPUT, check_onnx
 from edge_runtime.errors import BundleError
-from protobuf_fields import bytes_field
+from protobuf_messages import bytes_field
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 

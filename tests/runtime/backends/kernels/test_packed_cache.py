@@ -30,7 +30,7 @@ from edge_runtime.backends.llama.loader import llama_library
 from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.cli.run import main
 from edge_runtime.session.open import open_session
-from packed import written
+from polling import packed_weights_written
 
 if llama_library().row_kernels is None:
     pytest.skip("no row kernels here", allow_module_level=True)
@@ -79,7 +79,7 @@ def logits(cache: PackedCache, source: PackedSource) -> tuple[NDArray[np.float32
     with opened:
         mapped = sum(map(mapped_bytes, Path("/proc/self/maps").read_text().splitlines())) if sys.platform.startswith("linux") else 0
         result = opened.verify(TOKENS).copy()
-    written()
+    packed_weights_written()
     return result, mapped
 
 
@@ -211,7 +211,7 @@ def test_two_may_write_at_once(cache: PackedCache, source: PackedSource, expecte
 
     with ThreadPoolExecutor(2) as pool:
         results = [future.result() for future in [pool.submit(load) for _ in range(2)]]
-    written()
+    packed_weights_written()
     assert all(np.array_equal(result, expected) for result in results)
     assert np.array_equal(logits(cache, source)[0], expected)
     assert only_file(cache).suffix == ".packed"
@@ -311,7 +311,7 @@ def test_a_session_keeps_packed_weights_that_are_counted_and_forgotten(
     for kept in (False, True, True):
         with open_session(bundle, backend="llama", threads=1, context=256, packed_cache=kept) as session:
             texts.append(session.generate("def area", max_tokens=8).text())
-        written()
+        packed_weights_written()
         assert len(packed_files(folder)) == kept
     assert texts[0] == texts[1] == texts[2]
     diagnosis = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
@@ -330,5 +330,5 @@ def test_the_command_leaves_it_out(bundle: Path, tmp_path: Path, monkeypatch: py
     assert result.exit_code == 0, result.output
     assert packed_files(packed_cache.default_folder()) == []
     assert CliRunner().invoke(main, words).stdout == result.stdout
-    written()
+    packed_weights_written()
     assert len(packed_files(packed_cache.default_folder())) == 1

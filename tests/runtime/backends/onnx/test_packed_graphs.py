@@ -20,7 +20,7 @@ from edge_runtime.backends.kernels import loader, packed_cache
 from edge_runtime.backends.kernels.packed_cache import PackedCache, PackedSource, packed_files
 from edge_runtime.session.open import open_session
 from kernel_graphs import graph_of, kernel_node, session_of
-from packed import written
+from polling import packed_weights_written
 
 if not loader.usable_variants():
     pytest.skip("the row kernels were not built: pip install -e . builds them", allow_module_level=True)
@@ -51,7 +51,7 @@ def results_of(*sources: PackedSource) -> list[NDArray[np.float32]]:
 def kept(cache: PackedCache, *sources: PackedSource) -> list[NDArray[np.float32]]:
     with cache.loading(*sources):
         results = results_of(*sources)
-    written()
+    packed_weights_written()
     return results
 
 
@@ -95,7 +95,7 @@ def test_a_bundle_gives_the_same_rows_from_a_packed_file(
             rows.append(session.target.verify(tokens).copy())
             if packed and sys.platform == "linux":
                 assert ".packed" in Path("/proc/self/maps").read_text()
-        written()
+        packed_weights_written()
         inodes.append([path.stat().st_ino for _, _, path in packed_files(packed_cache.default_folder())])
     assert texts[0] == texts[1] == texts[2]
     assert np.array_equal(rows[0], rows[1])
