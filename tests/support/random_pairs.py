@@ -145,19 +145,17 @@ def write_random_pair(
     return pair, folder / "target", folder / "drafter"
 
 
-def random_bundle(seed: int, folder: Path, *, both: Mapping[str, Any] | None = None, **request: Any) -> tuple[RandomPair, Path]:
-    """Draws a pair, writes it and exports it, not compared with transformers; returns it with the bundle's folder."""
+def kept_bundle(seed: int, **request: Any) -> tuple[RandomPair, Path]:
+    """Draws a pair; returns it with its bundle's folder, exported once for all tests, read-only, and not compared with transformers."""
     from edge_export.pipeline.export import export_pair
     from edge_export.pipeline.request import ExportRequest
 
-    pair, target, drafter = write_random_pair(seed, folder, both=both)
-    values = {"target": str(target), "drafter": str(drafter), "output": folder / "bundle", "context": 1024, "verify": False, **request}
-    return pair, export_pair(ExportRequest(**values)).folder
+    def make(folder: Path) -> None:
+        _, target, drafter = write_random_pair(seed, folder)
+        values = {"target": str(target), "drafter": str(drafter), "output": folder / "bundle", "context": 1024, "verify": False}
+        export_pair(ExportRequest(**values | request))
 
-
-def kept_bundle(seed: int, **request: Any) -> tuple[RandomPair, Path]:
-    """The same, made once for all tests and read-only."""
-    return draw(seed), kept("random", {"seed": seed, **request}, lambda folder: random_bundle(seed, folder, **request)) / "bundle"
+    return draw(seed), kept("random", {"seed": seed, **request}, make) / "bundle"
 
 
 def _fill(model: Any, seed: int, matrices: float) -> None:

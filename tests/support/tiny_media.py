@@ -18,7 +18,7 @@ from edge_export.pipeline.export import export_pair
 from edge_export.pipeline.request import ExportRequest
 from edge_runtime.media.encoder_inputs import Image, Sound
 from kept import kept
-from tiny_members import MEMBERS, write_member
+from tiny_members import MEMBERS, write_member, write_tokenizer
 
 # The text of each media token, and its key in config.json.
 MEDIA_TOKENS = {
@@ -104,39 +104,30 @@ def _model(member: str, text: dict[str, Any], *, audio: bool) -> Any:
     return transformers.Gemma4ForConditionalGeneration(config)
 
 
-def export_media_pair(
-    root: Path,
-    *,
-    target: Path | None = None,
-    member: str = "e2b",
-    dtype: str = "float16",
-    media: EncoderType | None = "f32",
-    context: int = 768,
-    onnx: OnnxRequest | None = None,
+def kept_media_pair(
+    *, member: str = "e2b", dtype: str = "float16", media: EncoderType = "f32", context: int = 768, onnx: OnnxRequest | None = None
 ) -> Path:
-    """Writes a pair of this member in `root`/target and `root`/drafter, and its bundle in `root`/bundle, which it returns.
+    """A folder with a pair of this member, `target` and `drafter`, and its `bundle` of GGUF files, or of graphs if `onnx` is given.
 
-    The bundle has GGUF files, or graphs if `onnx` is given. A `target` that is there is taken as it is.
+    It is made once for all tests and read-only.
     """
-    request = ExportRequest(
-        target=str(target or write_media_member(root / "target", member=member, dtype=dtype)),
-        drafter=str(write_media_assistant(root / "drafter", member)),
-        output=root / "bundle",
-        target_quantization="f16",
-        drafter_quantization="f16",
-        gguf=onnx is None,
-        onnx=onnx,
-        context=context,
-        verify=False,
-        media=media,
-    )
-    export_pair(request)
-    return root / "bundle"
 
+    def make(root: Path) -> None:
+        request = ExportRequest(
+            target=str(write_media_member(root / "target", member=member, dtype=dtype)),
+            drafter=str(write_media_assistant(root / "drafter", member)),
+            output=root / "bundle",
+            target_quantization="f16",
+            drafter_quantization="f16",
+            gguf=onnx is None,
+            onnx=onnx,
+            context=context,
+            verify=False,
+            media=media,
+        )
+        export_pair(request)
 
-def kept_media_pair(*, media: EncoderType | None = "f32", **request: Any) -> Path:
-    """Returns the folder that `export_media_pair` fills, made once for all tests and read-only."""
-    return kept("media", {"media": media, **request}, lambda root: export_media_pair(root, media=media, **request))
+    return kept("media", {"member": member, "dtype": dtype, "media": media, "context": context, "onnx": onnx}, make)
 
 
 def picture(height: int, width: int, seed: int) -> Image:
@@ -178,8 +169,6 @@ def _values(name: str, tensor: Any, generator: Any) -> Any:
 
 def write_media_tokenizer(folder: Path) -> None:
     """The tokenizer of the tiny members, whose last pieces become the media tokens, and a template that writes media."""
-    from tiny_members import write_tokenizer
-
     write_tokenizer(folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.planning.speed import Range, SpeedProfile, image_operations, manifest_plan
 from edge_runtime.session.open import open_session
 from edge_runtime.session.session import Session
-from tiny_media import export_media_pair
+from tiny_media import kept_media_pair
 
 DEVICE = SpeedProfile(
     name="a board",
@@ -37,8 +37,8 @@ DEVICE = SpeedProfile(
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory) -> Path:
-    return export_media_pair(tmp_path_factory.mktemp("images"), dtype="bfloat16", media="f16")
+def bundle() -> Path:
+    return kept_media_pair(dtype="bfloat16", media="f16") / "bundle"
 
 
 @pytest.fixture(scope="module")
