@@ -17,8 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from emulated import write_cpuinfo
-
 ANSWER = """#!/system/bin/sh
 f="/system/says/${0##*/} $*"
 test -f "$f" || { echo "$0: no answer to $*" >&2; exit 1; }
@@ -48,9 +46,12 @@ BATTERY = """Current Battery Service state:
   voltage: 3964
   temperature: {temperature}
 """
-
-
 PI = "Raspberry Pi 5 Model B Rev 1.0"
+# As a Raspberry Pi 5 (also phones since 2018) and a Raspberry Pi 4 tell of themselves; the second has no dot products.
+CPUS = {
+    "cortex-a76": ("0xd0b", "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"),
+    "cortex-a72": ("0xd08", "fp asimd evtstrm crc32 cpuid"),
+}
 
 
 class FakePhone:
@@ -179,11 +180,11 @@ class FakePhone:
 
         All are stopped first, so that none sees the end of another.
         """
-        traced = _traced({process.pid for process in self._processes})
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for item in traced:
+        numbers = traced({process.pid for process in self._processes})
+        for sent in (signal.SIGSTOP, signal.SIGKILL):
+            for item in numbers:
                 with suppress(ProcessLookupError):
-                    os.kill(item, number)
+                    os.kill(item, sent)
         for process in self._processes:
             process.kill()
             process.wait()
@@ -256,7 +257,7 @@ def _forward(descriptor: int, write: Callable[[bytes], None]) -> None:
             write(data)
 
 
-def _traced(tracers: set[int]) -> list[int]:
+def traced(tracers: set[int]) -> list[int]:
     """Returns the numbers of all processes that some others trace (proc(5), status, TracerPid)."""
     result = []
     for status in Path("/proc").glob("[0-9]*/status"):
@@ -265,3 +266,13 @@ def _traced(tracers: set[int]) -> list[int]:
             if int(line.split()[1]) in tracers:
                 result.append(int(status.parent.name))
     return result
+
+
+def write_cpuinfo(path: Path, cpu: str, processors: int = 2) -> None:
+    """Writes /proc/cpuinfo of an ARM machine; onnxruntime crashes on an x86 one, and the launcher chooses by it."""
+    part, features = CPUS[cpu]
+    entry = (
+        f"BogoMIPS\t: 108.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\nCPU architecture: 8\n"
+        f"CPU part\t: {part}\nCPU revision\t: 1\n\n"
+    )
+    path.write_text("".join(f"processor\t: {number}\n{entry}" for number in range(processors)))

@@ -1,7 +1,8 @@
 """Device packages on emulated devices: tokens and drafts are those of this machine.
 
-Times under emulation mean nothing. The packages are made here for onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones (such
-as linux-arm64 in it, made with `edge-export package linux-arm64 --with-llama-tools`), because compiling llama.cpp takes minutes.
+qemu runs their programs, and proot gives them a root folder of their own; neither needs root. Times under emulation mean nothing. The
+packages are made here for onnxruntime alone; EDGE_MTP_PACKAGES names a folder with whole ones (such as linux-arm64 in it, made with
+`edge-export package linux-arm64 --with-llama-tools`), because compiling llama.cpp takes minutes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ import pytest
 
 from drafts_of import drafts_of
 from edge_devices.files.limited_read import sha256_of
-from emulated import ANDROID_TMP, Userland, make_userland, missing_programs, write_cpuinfo
+from fake_phone import write_cpuinfo
 
-if reason := missing_programs():
-    pytest.skip(reason, allow_module_level=True)
+QEMU, PROOT = shutil.which("qemu-aarch64-static"), shutil.which("proot")
+if not (QEMU and PROOT and shutil.which("dpkg-deb") and shutil.which("apt-get")):
+    pytest.skip("needs apt-get, dpkg-deb, qemu-aarch64-static and proot (apt install qemu-user-static proot)", allow_module_level=True)
 
 from edge_devices.waiting import no_report
+from edge_export.device_package.debian import fetch_archives
 from edge_export.device_package.inventory import PLATFORMS, SITE
 from edge_export.device_package.native_libraries import IN_PACKAGE, add_kernels
 from edge_export.device_package.wheels import add_own_code
@@ -38,7 +41,67 @@ pytestmark = pytest.mark.slow(8)
 SUPPORT = Path(__file__).parents[2] / "support"
 PROMPTS = ["def area(r):\n", "class Stack:\n"]
 TOKENS = 10
+ANDROID_TMP = "/data/local/tmp"
+APPLETS = (
+    "ls cat mkdir rm mv cp chmod ln readlink realpath sha256sum md5sum stat df du ps kill sleep date head tail grep sed awk cut wc"
+    " sort uniq find xargs touch env id uname tar dd sync nohup setsid tr basename dirname which mktemp free uptime timeout"
+    " seq cmp od test true false sh"
+)
 Packages = Callable[[str], Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Userland:
+    """A root folder with a shell and small tools for ARM64, statically linked: no C library, no Python. `shell` is a path in it."""
+
+    root: Path
+    shell: str
+    home: str
+    cpu: str = "cortex-a76"
+    # Folders of this machine that the device sees, by their place on the device.
+    shared: Mapping[str, Path] = field(default_factory=dict)
+
+    def command(self, *words: str) -> list[str]:
+        """The command of this machine that runs a program of the device, in the user's home."""
+        seen = ["/proc", f"{self.root}/cpuinfo:/proc/cpuinfo", "/dev", *(f"{path}:{place}" for place, path in self.shared.items())]
+        binds = [word for bind in seen for word in ("-b", bind)]
+        return [str(PROOT), "-r", str(self.root), "-q", str(QEMU), *binds, "-w", self.home, *words]
+
+    def environment(self) -> dict[str, str]:
+        """What programs of the device find in their environment, and what qemu itself reads from it."""
+        # onnxruntime computes wrong results on qemu 7.2's default CPU.
+        return {"PATH": "/system/bin:/bin", "HOME": "/", "QEMU_CPU": self.cpu, "PROOT_NO_SECCOMP": "1"}
+
+    def run(self, line: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs a line of the shell, in which "$@" are these words, and returns what it said."""
+        command, pipes = self.command(self.shell, "-c", line, "sh", *words), {"stdin": subprocess.DEVNULL, "capture_output": True}
+        return subprocess.run(command, env=self.environment(), text=True, timeout=300, check=False, **pipes)
+
+    def path(self, place: str) -> Path:
+        """Where a place of the device lies on this machine."""
+        return self.root / place.lstrip("/")
+
+
+def make_userland(root: Path, cache: Path, *, android: bool) -> Userland:
+    """Makes a userland of Debian's static busybox, where Android or a Raspberry Pi has its shell and tools.
+
+    Android's own shell, mksh, asks by access() before it starts a program, which proot 5.1 lets through to this machine's files.
+    """
+    tools, home = ("/system/bin", ANDROID_TMP) if android else ("/bin", "/home/pi")
+    result = Userland(root=root, shell=f"{tools}/sh", home=home)
+    for place in (tools, home, "/proc", "/dev", "/sys/devices/system/cpu", *(() if android else ("/tmp",))):
+        result.path(place).mkdir(parents=True)
+    archive = fetch_archives(("busybox-static",), "arm64", cache)["busybox-static"]
+    unpacked = root.parent / f"{root.name}-unpacked"
+    subprocess.run(["dpkg-deb", "-x", str(archive), str(unpacked)], check=True)
+    (unpacked / "bin/busybox").rename(result.path(f"{tools}/busybox"))
+    shutil.rmtree(unpacked)
+    for name in APPLETS.split():
+        result.path(f"{tools}/{name}").symlink_to("busybox")
+    write_cpuinfo(root / "cpuinfo", result.cpu)
+    for name in ("possible", "present", "online"):
+        result.path(f"/sys/devices/system/cpu/{name}").write_text("0-1\n")
+    return result
 
 
 def link_or_copy(source: str, destination: str) -> None:
@@ -119,7 +182,7 @@ def test_every_module_of_the_standard_library_finds_its_libraries(pi: Userland) 
         "child = subprocess.run([sys.executable, '-c', 'import sys; print(sys.prefix)'], capture_output=True, text=True)\n"
         "print(json.dumps([len(names), sys.prefix, child.stdout.strip(), sys.path]))"
     )
-    count, prefix, child, path = output_of(pi.run(["/home/pi/package/bin/edge-python", "-c", code]))
+    count, prefix, child, path = output_of(pi.run('exec "$@"', "/home/pi/package/bin/edge-python", "-c", code))
     assert count > 20
     assert prefix == child == "/home/pi/package"
     assert all(place == "" or place.startswith(prefix) for place in path)
@@ -148,7 +211,7 @@ def test_a_pi_serves_as_the_readme_says(pi: Userland, packages: Packages) -> Non
     home = Home(
         folder=pi.path("/home/pi"),
         readme=(packages("linux-arm64") / "README.md").read_text(),
-        command=lambda line: pi.command([pi.shell, "-c", line]),
+        command=lambda line: pi.command(pi.shell, "-c", line),
         environment=pi.environment(),
     )
     copy, _, serve, _ = home.lines()
@@ -161,9 +224,7 @@ def test_onnx_drafts_on_a_pi_are_those_of_this_machine(
 ) -> None:
     bundle = onnx_pair("f32")
     words = ["package/bin/edge-python", "support/drafts_of.py", str(bundle), "onnx", "split", str(TOKENS), *PROMPTS]
-    assert output_of(seeing(pi, bundle).run([pi.shell, "-c", 'exec "$@"', "sh", *words])) == drafts_of(
-        bundle, "onnx", "split", TOKENS, PROMPTS
-    )
+    assert output_of(seeing(pi, bundle).run('exec "$@"', *words)) == drafts_of(bundle, "onnx", "split", TOKENS, PROMPTS)
 
 
 @pytest.mark.parametrize(("cpu", "build"), [("cortex-a76", "dotprod"), ("cortex-a72", "armv8")])
@@ -174,7 +235,7 @@ def test_llama_drafts_on_a_pi_are_those_of_this_machine(
     whole(packages("linux-arm64"), f"lib/llama-{build}/libggml-cpu.so")
     write_cpuinfo(pi.path("cpuinfo"), cpu)
     words = ["package/bin/edge-python", "support/drafts_of.py", str(exported_pair), "llama", "split", str(TOKENS), *PROMPTS]
-    done = replace(seeing(pi, exported_pair), cpu=cpu).run([pi.shell, "-c", 'exec "$@"', "sh", *words])
+    done = replace(seeing(pi, exported_pair), cpu=cpu).run('exec "$@"', *words)
     write_cpuinfo(pi.path("cpuinfo"), "cortex-a76")
     assert output_of(done) == drafts_of(exported_pair, "llama", "split", TOKENS, PROMPTS)
 
@@ -184,8 +245,7 @@ def test_llama_drafts_on_a_pi_are_those_of_this_machine(
 def test_a_device_runs_the_kernels_of_its_processor(device: str, cpu: str, variant: str, request: pytest.FixtureRequest) -> None:
     userland: Userland = request.getfixturevalue(device)
     code = "import json; from edge_runtime.backends.kernels.loader import usable_variants; print(json.dumps(usable_variants()))"
-    words = [userland.shell, "-c", 'exec "$@"', "sh", "package/bin/edge-python", "-c", code]
-    assert output_of(replace(userland, cpu=cpu).run(words))[0] == variant
+    assert output_of(replace(userland, cpu=cpu).run('exec "$@"', "package/bin/edge-python", "-c", code))[0] == variant
 
 
 def test_a_device_loads_no_library_of_another_platform(pi: Userland, packages: Packages) -> None:
@@ -200,7 +260,7 @@ def test_a_device_loads_no_library_of_another_platform(pi: Userland, packages: P
         "names, maps = loader.usable_variants(), open('/proc/self/maps').read().split();"
         "print(json.dumps([names, sorted({word.rpartition('/')[2] for word in maps if 'libedge_rows' in word})]))"
     )
-    names, loaded = output_of(pi.run([pi.shell, "-c", 'exec "$@"', "sh", "package/bin/edge-python", "-c", code]))
+    names, loaded = output_of(pi.run('exec "$@"', "package/bin/edge-python", "-c", code))
     assert (names[0], loaded) == ("dotprod", ["libedge_rows-linux-aarch64.so"])
 
 
@@ -210,7 +270,7 @@ def test_edge_run_on_a_phone_with_llama(phone: Userland, packages: Packages, exp
         f"package/bin/edge-run {exported_pair} --backend llama --drafter dense --draft-length 3 --max-tokens {TOKENS} --threads 1 --json "
         "'class Stack:'"
     )
-    reported = output_of(seeing(phone, exported_pair).run([phone.shell, "-c", words]))
+    reported = output_of(seeing(phone, exported_pair).run(words))
     here = drafts_of(exported_pair, "llama", "dense", TOKENS, ["class Stack:"])[0]
     assert reported["stats"]["tokens"] == TOKENS
     assert reported["stats"]["accepted_tokens"] == sum(here["accepted"])
@@ -225,6 +285,6 @@ def test_static_tools_draft_where_there_is_no_python(phone: Userland, packages: 
         " --spec-type draft-mtp"
         " --spec-draft-n-max 3 -p 'class Stack:' -n 16 --temp 0 -t 1 -c 256"
     )
-    done = seeing(phone, exported_pair).run([phone.shell, "-c", words])
+    done = seeing(phone, exported_pair).run(words)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "n_accept" in done.stdout + done.stderr

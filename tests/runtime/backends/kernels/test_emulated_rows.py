@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from draft_calls import one_draft
 from edge_runtime.backends.kernels import loader
-from emulated import QEMU
-from fuzzing.random_drafter import MATRICES, ROW_UNITS, Sizes
+from edge_runtime.backends.kernels.draft import DraftWeights, NativeDraft, _described
+from fuzzing.random_drafter import MATRICES, ROW_UNITS, RandomDrafters, Rows, Sizes
 from row_calls import (
     CELL_BLOCKS,
     GGUF_BLOCKS,
@@ -32,6 +35,7 @@ from row_calls import (
 )
 
 pytest.importorskip("ziglang", reason="needs edge-mtp[export], which has the compiler")
+QEMU = "qemu-aarch64-static"
 if shutil.which(QEMU) is None:
     pytest.skip(f"needs {QEMU} (apt install qemu-user-static)", allow_module_level=True)
 if not loader.usable_variants():
@@ -45,6 +49,8 @@ DRIVER = Path(__file__).parents[3] / "support" / "emulated_rows.cpp"
 BATCHES = (1, 2, 3, 5, 8, 11, 12, 13, 29)
 # Inputs that so many rows take in several parts.
 MANY_INPUTS, MANY_ROWS = 2304, (7, 13, 27)
+STEPS = 3
+LINE, PIECE_BYTES = 64, 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +121,94 @@ def attentions_over_cells() -> Iterator[Call]:
             queries, keys, values = (random.standard_normal((count, dim)).astype(np.float32) for count in (rows * heads, cells, cells))
             mask = np.where(random.random((rows, cells)) < 0.3, -np.inf, 0).astype(np.float16)
             yield cell_attention(kind, queries, cell_rows(kind, keys), cell_rows(kind, values), mask)
+
+
+class Piece:
+    """Memory in which arrays and structures lie one behind the other."""
+
+    def __init__(self) -> None:
+        self._whole = np.zeros(PIECE_BYTES + LINE, np.uint8)
+        self.bytes = self._whole[-self._whole.ctypes.data % LINE :][:PIECE_BYTES]
+        self.base = self.bytes.ctypes.data
+        self._end = 0
+        self.structures: list[slice] = []
+
+    def take(self, size: int) -> slice:
+        """The next bytes, from a line on."""
+        start = self._end
+        self._end = start + -(-size // LINE) * LINE
+        assert self._end <= PIECE_BYTES
+        return slice(start, start + size)
+
+    def place(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A copy in it."""
+        copy = self.bytes[self.take(array.nbytes)].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        return copy
+
+    def structure(self, of: Any) -> int:
+        """Copies a structure; returns where it lies."""
+        at = self.take(ctypes.sizeof(of))
+        self.bytes[at] = np.frombuffer(bytes(of), np.uint8)
+        self.structures.append(at)
+        return at.start
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Where addresses stand, which then count from the beginning."""
+        places = []
+        for at in self.structures:
+            words = self.bytes[at].view(np.int64)
+            inside = np.flatnonzero((words >= self.base) & (words < self.base + PIECE_BYTES))
+            words[inside] -= self.base
+            places += [at.start + 8 * int(place) for place in inside]
+        return np.array(places, np.int64)
+
+
+@dataclass(frozen=True)
+class DraftCall(Call):
+    """A draft; its result float32 [2, STEPS] are tokens and their probabilities."""
+
+    weights: DraftWeights
+    rows: tuple[Rows, ...]
+    hidden: NDArray[np.float32]
+
+    def here(self, variant: str) -> NDArray[np.float32]:
+        draft, shares = NativeDraft(self.weights, longest=STEPS, name=variant), list[float]()
+        for place, rows in enumerate(self.rows):
+            rows.describe(draft, place)
+        tokens = draft.run(1, STEPS, self.hidden, None, lambda share: shares.append(share) or True)  # type: ignore[func-returns-value]
+        draft.close()
+        return np.array([tokens, shares], np.float32)
+
+
+def one_draft(kind: str, type_: int, sizes: Sizes) -> DraftCall:
+    """A draft with random weights of this kind, on K/V rows of that type."""
+
+    def made(makes: RandomDrafters) -> tuple[DraftWeights, tuple[Rows, ...], NDArray[np.float32]]:
+        weights = makes.weights(sizes, kind)
+        rows = tuple(makes.rows(type_, heads, dim, 140, listed=True) for heads, dim in zip(sizes.kv_heads, sizes.dims, strict=True))
+        return weights, rows, makes.place(makes.random.standard_normal(sizes.target).astype(np.float32))
+
+    piece = Piece()
+    shape_place = piece.take(4096)
+    weights, rows, hidden = made(RandomDrafters(np.random.default_rng(type_), piece.place))
+    draft = NativeDraft(weights, longest=STEPS)
+    for place, source in enumerate(rows):
+        source.describe(draft, place)
+    shape = _described(weights, len(rows))
+    shape.layer = piece.base + piece.structure(shape._layers)
+    piece.bytes[shape_place][: ctypes.sizeof(shape)] = np.frombuffer(bytes(shape), np.uint8)
+    piece.structures.append(slice(shape_place.start, shape_place.start + ctypes.sizeof(shape)))
+    tokens, probabilities = piece.take(8 * STEPS).start, piece.take(4 * STEPS).start
+    call = draft._call
+    call.token, call.steps, call.hidden = 1, STEPS, hidden.ctypes.data
+    call.sources = piece.base + piece.structure(draft.sources)
+    call.tokens, call.probabilities = piece.base + tokens, piece.base + probabilities
+    call_place = piece.structure(call)
+    addresses = piece.addresses()
+    draft.close()
+    numbers = call_place, tokens, probabilities, len(addresses), STEPS
+    return DraftCall("draft", numbers, (piece.bytes.copy(), addresses), (2, STEPS), *made(RandomDrafters(np.random.default_rng(type_))))
 
 
 def drafts() -> Iterator[Call]:
