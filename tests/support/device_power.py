@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from fake_phone import FakePhone
+from fake_phone import FakePhone, traced
 
 EVERY_S, SEARCH_S = 0.1, 1.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -96,15 +96,13 @@ def rails(device: FakePhone) -> Callable[[float, float], None]:
 
 def traced_below(root: Path) -> list[int]:
     """Returns the numbers of all processes that run on the device whose disk is `root`: those that its proots trace."""
-    tracers, tracees = set[int](), list[tuple[int, int]]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, StopIteration, ValueError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"proot") and any(str(root).encode() in word for word in words):
-                tracers.add(int(folder.name))
-            line = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("TracerPid:"))
-            tracees.append((int(folder.name), int(line.split()[1])))
-    return [number for number, tracer in tracees if tracer in tracers]
+    tracers = set[int]()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            program, *words = command.read_text().split("\0")
+            if program.endswith("proot") and any(str(root) in word for word in words):
+                tracers.add(int(command.parent.name))
+    return traced(tracers)
 
 
 def processor_seconds(number: int) -> float:
