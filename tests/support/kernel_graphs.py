@@ -15,6 +15,7 @@ from edge_runtime.backends.kernels import loader
 from edge_runtime.bundle.onnx_graph import KERNELS
 
 Shape = Sequence[int | str]
+FLOAT = TensorProto.FLOAT
 
 
 def kernel_node(operator: str, inputs: Sequence[str], outputs: Sequence[str], **facts: float) -> Any:
@@ -30,7 +31,7 @@ def graph_of(
 ) -> bytes:
     """A model of these nodes; inputs have a type of TensorProto and a shape, outputs are float32."""
     given = [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()]
-    made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    made = [helper.make_tensor_value_info(name, FLOAT, None) for name in outputs]
     kept = [onnx.numpy_helper.from_array(array, name) for name, array in (constants or {}).items()]
     opsets = [helper.make_opsetid(*each) for each in (("", 23), ("com.microsoft", 1), (KERNELS, 1))]
     graph = helper.make_graph(nodes, "g", given, made, kept)

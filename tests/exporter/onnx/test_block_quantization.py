@@ -148,32 +148,17 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("columns", [96, 128, 200])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_onnx_runtime_multiplies_with_the_dequantized_weights(spec: WeightSpec, columns: int) -> None:
-    onnx = pytest.importorskip("onnx", reason="builds the graph")
+    pytest.importorskip("onnx", reason="builds the graph")
     runtime = pytest.importorskip("onnxruntime", reason="runs MatMulNBits")
+    from kernel_graphs import FLOAT, graph_of, helper
+
     random = np.random.default_rng(columns)
     weight, rows = random.standard_normal((48, columns)).astype(np.float32), random.standard_normal((5, columns)).astype(np.float32)
     result = quantize_matrix(weight, spec, random.random(columns).astype(np.float32))
-    stored = {"B": result.packed, "scales": result.scales}
-    node = onnx.helper.make_node(
-        "MatMulNBits",
-        ["A", *stored],
-        ["Y"],
-        domain="com.microsoft",
-        K=columns,
-        N=48,
-        bits=spec.bits,
-        block_size=spec.block,
-        accuracy_level=1,
-    )
-    shapes = {
-        name: onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [5, width]) for name, width in (("A", columns), ("Y", 48))
-    }
-    graph = onnx.helper.make_graph(
-        [node], "one", [shapes["A"]], [shapes["Y"]], [onnx.numpy_helper.from_array(value, name) for name, value in stored.items()]
-    )
-    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    sizes = {"K": columns, "N": 48, "bits": spec.bits, "block_size": spec.block, "accuracy_level": 1}
+    node = helper.make_node("MatMulNBits", ["A", "B", "scales"], ["Y"], domain="com.microsoft", **sizes)
+    model = graph_of([node], {"A": (FLOAT, [5, columns])}, ["Y"], {"B": result.packed, "scales": result.scales})
+    session = runtime.InferenceSession(model, providers=["CPUExecutionProvider"])
     (product,) = session.run(None, {"A": rows})
     assert np.allclose(product, rows @ dequantize(result).T, atol=2e-4)
 

@@ -32,6 +32,7 @@ from edge_export.quantization.importance import Importance, SecondMoments, fitte
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import ImportanceSource
 from progress_log import ProgressLog
+from published_formats import put_tensors, take_tensors
 
 Folders = Callable[[str], Path]
 TEXT = "a reader opens the file, looks at its first letters and decides. " * 60
@@ -45,11 +46,14 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def request_for(member_folder: Folders, text: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], CalibrationRequest]:
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MAX_CHUNKS", 2)
     monkeypatch.setattr(calibration, "DRAFT_EVERY", 128)
 
+
+@pytest.fixture
+def request_for(member_folder: Folders, text: Path) -> Callable[[str], CalibrationRequest]:
     def made(member: str) -> CalibrationRequest:
         target, drafter = resolve_pair(str(member_folder(member)), str(member_folder(f"{member}-assistant")))
         return CalibrationRequest(
@@ -174,15 +178,12 @@ def test_two_formats_compensate_what_either_gains_by(export: Callable[..., Bundl
 @pytest.fixture
 def scaled(copy: Folders, request_for: Callable[[str], CalibrationRequest]) -> Callable[[float], CalibrationRequest]:
     """Returns a function to a calibration of a target one of whose matrices, in the second layer, is scaled to this largest weight."""
-    from safetensors.torch import load_file, save_file
 
     def made(largest: float) -> CalibrationRequest:
         request, folder = request_for("12b"), copy("12b")
-        for path in folder.glob("*.safetensors"):
-            tensors = load_file(path)
-            for name in (name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight")):
-                tensors[name] *= largest / tensors[name].abs().max()
-            save_file(tensors, path, {"format": "pt"})
+        tensors = take_tensors(folder)
+        (name,) = (name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight"))
+        put_tensors(folder, tensors | {name: tensors[name] * (largest / tensors[name].abs().max())})
         target, _ = resolve_pair(str(folder), request.reference.drafter.origin)
         return replace(request, reference=replace(request.reference, target=target), with_drafter=False)
 
@@ -265,10 +266,7 @@ def matrix(path: Path, name: str) -> Any:
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-def test_what_a_text_gave_can_be_saved_and_given_back(
-    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
-) -> None:
-    request_for("e2b")  # for its small limits
+def test_what_a_text_gave_can_be_saved_and_given_back(export: Callable[..., Bundle], text: Path, tmp_path: Path) -> None:
     four_bits = {"target_quantization": "q4_0", "drafter_quantization": "q4_0"}
     plain = export(output=tmp_path / "plain", **four_bits)
     calibrated = export(output=tmp_path / "text", importance=ImportanceSources(calibrate=text, save=tmp_path), **four_bits)
@@ -286,10 +284,7 @@ def test_what_a_text_gave_can_be_saved_and_given_back(
     assert not np.array_equal(item[:, 2:], other[:, 2:])
 
 
-def test_a_language_model_is_calibrated_by_default(
-    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], memory_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request_for("e2b")  # for its small limits
+def test_a_language_model_is_calibrated_by_default(export: Callable[..., Bundle], memory_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"target_quantization": "q4_k_m", "drafter_quantization": "q4_0", "force": True}
     assert export(**both).manifest.importance == {}, "as small as a test's"
     monkeypatch.setattr(calibration, "CALIBRATED_FROM", 1)
@@ -322,10 +317,7 @@ class Layers(ProgressLog):
                 raise KeyboardInterrupt
 
 
-def test_a_calibration_that_was_stopped_goes_on_where_it_was(
-    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
-) -> None:
-    request_for("e2b")  # for its small limits
+def test_a_calibration_that_was_stopped_goes_on_where_it_was(export: Callable[..., Bundle], text: Path, tmp_path: Path) -> None:
     required = {"importance": ImportanceSources(calibrate=text), "target_quantization": "q4_0"}
     whole, state = export(output=tmp_path / "whole", **required), tmp_path / "out.calibration"
     stopped, going_on = Layers(state, stop=2), Layers(state)
@@ -340,13 +332,10 @@ def test_a_calibration_that_was_stopped_goes_on_where_it_was(
 
 
 @pytest.mark.usefixtures("few_drafts")
-def test_what_a_calibration_brings_is_measured(
-    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_calibration_brings_is_measured(export: Callable[..., Bundle], text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     # Random weights lose more by rounding than any limit allows.
     monkeypatch.setattr(comparison.Judgement, "_demand_quality", lambda *_: None)
-    request_for("e2b")  # for its small limits
     required = {"verify": True, "force": True, "target_quantization": "q4_0", "onnx": OnnxRequest()}
     plain, made = (export(**required, importance=ImportanceSources(calibrate=value)).manifest.parity for value in (None, text))
     for before, after in ((plain, made), (plain["onnx"], made["onnx"])):
@@ -374,10 +363,7 @@ def test_a_text_that_falls_into_bytes_is_named(request_for: Callable[[str], Cali
     ]
 
 
-def test_importance_that_nothing_would_use_is_refused(
-    export: Callable[..., Bundle], request_for: Callable[[str], CalibrationRequest], text: Path, tmp_path: Path
-) -> None:
-    request_for("e2b")
+def test_importance_that_nothing_would_use_is_refused(export: Callable[..., Bundle], text: Path, tmp_path: Path) -> None:
     path = tmp_path / "some.dat"
 
     def refused(match: str, **changes: Any) -> None:
