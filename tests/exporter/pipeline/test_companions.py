@@ -6,9 +6,7 @@ import configparser
 import json
 import os
 import shutil
-import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +25,8 @@ from edge_export.pipeline.gguf_step import model_name
 from edge_export.pipeline.publish import card, modelfile, preset
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import BundleFile, GenerationDefaults, Manifest, ModelSource
+from phones import free_port
+from polling import wait
 
 
 @pytest.mark.parametrize(
@@ -129,25 +129,24 @@ def llama_cpp(name: str) -> str:
 @contextmanager
 def llama_server(*arguments: str, folder: Path) -> Iterator[str]:
     """llama.cpp's own server; yields its address once it is up."""
-    program = llama_cpp("llama-server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    program, port = llama_cpp("llama-server"), free_port()
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen([program, *arguments, "--port", str(port), "--no-warmup"], cwd=folder, stdout=log, stderr=log)
     try:
         address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert process.poll() is None, (folder / "server.log").read_text()[-2000:]
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).read()
-                break
-            except OSError:
-                time.sleep(0.1)
+        assert wait(lambda: process.poll() is not None or is_up(address), 60)
+        assert process.poll() is None, (folder / "server.log").read_text()[-2000:]
         yield address
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+def is_up(address: str) -> bool:
+    try:
+        return bool(urllib.request.urlopen(f"{address}/health", timeout=5).read())
+    except OSError:
+        return False
 
 
 def completed(address: str, model: str) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import stat
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from click.testing import CliRunner
 
 import check_dependencies
 
-ROOT = Path(__file__).parents[3]
 CLEAN = {"dependencies": [{"name": "click", "version": "8.4", "vulns": []}]}
 SKIPPED = {"dependencies": [{"name": "click", "skip_reason": "Dependency not found on PyPI"}]}
 VULNERABLE = {"dependencies": [{"name": "jinja2", "version": "3.1.2", "vulns": [{"id": "GHSA-x", "fix_versions": ["3.1.6"]}]}]}
@@ -111,23 +108,3 @@ def test_a_licence_fails(audit):
     result = audit("GPL-3.0", pypi=CLEAN)
     assert result.exit_code == 1
     assert "LICENCE a 1: 'GPL-3.0' is not on the list" in result.output
-
-
-def locked(name: str) -> dict[str, set[str]]:
-    """The versions of each package in a lock; of some, another for other Pythons."""
-    actual: dict[str, set[str]] = {}
-    for package, version in re.findall(r"^([\w.-]+)(?:\[[\w,]*\])?==([^ ;\\]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE):
-        actual.setdefault(package, set()).add(version)
-    return actual
-
-
-@pytest.mark.parametrize(("lock", "variable"), [("test.txt", "TEST_EXTRAS"), ("ci.txt", "ALL_EXTRAS")])
-def test_the_lock_has_what_the_extras_ask_for(lock: str, variable: str):
-    makefile = (ROOT / "Makefile").read_text()
-    lists = {name: re.search(rf"^{name} := (.+)$", makefile, re.MULTILINE)[1] for name in ("TEST_EXTRAS", "ALL_EXTRAS")}
-    expected = lists[variable].replace("$(TEST_EXTRAS)", lists["TEST_EXTRAS"]).split(",")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    if variable == "ALL_EXTRAS":
-        assert set(expected) == set(extras) - {"train", "openvino", "qnn"}  # installed by who has such a device; no test needs them
-    names = {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for extra in expected for requirement in extras[extra]}
-    assert names - locked(lock).keys() == ({"torch"} if variable == "ALL_EXTRAS" else set())

@@ -20,7 +20,7 @@ LOCKS = sorted(path for path in (ROOT / "requirements").glob("*.txt") if path.na
 def pins(lock: Path) -> dict[str, set[str]]:
     """The versions of each package; several where they depend on Python's."""
     found: dict[str, set[str]] = {}
-    for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE):
+    for name, version in re.findall(r"^([\w.-]+)(?:\[[\w,]*\])?==([^ ;\\]+)", lock.read_text(), re.MULTILINE):
         found.setdefault(name, set()).add(version)
     return found
 
@@ -42,6 +42,18 @@ def test_versions_are_those_that_all_tests_ran_on(name: str) -> None:
     every, own = pins(ROOT / "requirements/ci.txt"), pins(ROOT / f"requirements/{name}.txt")
     assert {package: own[package] for package in own.keys() & every.keys()} == {name: every[name] for name in own.keys() & every.keys()}
     assert name != "test" or own.keys() < every.keys() - {"llama-cpp-python", "transformers", "selenium"}
+
+
+@pytest.mark.parametrize(("lock", "variable"), [("test.txt", "TEST_EXTRAS"), ("ci.txt", "ALL_EXTRAS")])
+def test_the_lock_has_what_the_extras_ask_for(lock: str, variable: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    lists = {name: re.search(rf"^{name} := (.+)$", makefile, re.MULTILINE)[1] for name in ("TEST_EXTRAS", "ALL_EXTRAS")}
+    expected = lists[variable].replace("$(TEST_EXTRAS)", lists["TEST_EXTRAS"]).split(",")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    if variable == "ALL_EXTRAS":
+        assert set(expected) == set(extras) - {"train", "openvino", "qnn"}  # installed by who has such a device; no test needs them
+    names = {re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-") for extra in expected for requirement in extras[extra]}
+    assert names - pins(ROOT / f"requirements/{lock}").keys() == ({"torch"} if variable == "ALL_EXTRAS" else set())
 
 
 def test_what_builds_the_project_is_locked() -> None:
