@@ -6,16 +6,7 @@ import math
 
 import pytest
 
-from edge_devices.energy.intervals import (
-    Interval,
-    combined,
-    mean_interval,
-    of_error,
-    of_model,
-    ratio_interval,
-    t_quantile,
-    widened,
-)
+from edge_devices.energy.intervals import Interval, combined, mean_interval, of_error, of_model, ratio_interval, t_quantile, widened
 from edge_devices.energy.report import figure_text
 from edge_devices.errors import MeasurementError
 

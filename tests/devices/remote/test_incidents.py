@@ -50,12 +50,7 @@ def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:
     assert snapshot.free_bytes
     assert snapshot.memory_available
     output = " ".join(preflight_warnings(snapshot, model_bytes=1 << 50, at_battery=False))
-    for words in (
-        "thermal status is light",
-        "USB charges the phone",
-        "schedutil",
-        "read from storage repeatedly",
-    ):
+    for words in ("thermal status is light", "USB charges the phone", "schedutil", "read from storage repeatedly"):
         assert words in output
     assert "oze" not in output, "the run itself keeps the phone awake"
 

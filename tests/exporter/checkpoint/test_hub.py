@@ -187,10 +187,7 @@ OUT = "../" * 5 + "x"
         ({}, {"revision": {"id": "a/b", "sha": "0" * 40, "siblings": [{"rfilename": f"{OUT}.gguf", "size": 1}]}}),
         ({}, {"tree": [{"type": "file", "path": f"{OUT}.json", "size": 1, "oid": "0" * 40}]}),
         ({}, {"tree": [{"type": "file", "path": "C:x.json", "size": 1, "oid": "0" * 40}]}),
-        (
-            {},
-            {"tree": [{"type": "file", "path": "x.json", "size": 1, "oid": "0" * 40, "lfs": {"oid": OUT, "size": 1, "pointerSize": 1}}]},
-        ),
+        ({}, {"tree": [{"type": "file", "path": "x.json", "size": 1, "oid": "0" * 40, "lfs": {"oid": OUT, "size": 1, "pointerSize": 1}}]}),
     ],
 )
 def test_a_hostile_hub_writes_nothing(hub: FakeHub, tmp_path: Path, headers: dict[str, str], answers: dict[str, object]) -> None:

@@ -41,12 +41,7 @@ def weights_of(rows: int, columns: int, seed: int) -> Any:
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
 
 
-@given(
-    rows=st.integers(1, 6),
-    columns=st.integers(1, 200),
-    block=st.sampled_from([32, 64, 128]),
-    seed=st.integers(0, 1000),
-)
+@given(rows=st.integers(1, 6), columns=st.integers(1, 200), block=st.sampled_from([32, 64, 128]), seed=st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_no_row_loses_more(rows: int, columns: int, block: int, seed: int) -> None:
     weight, moments = weights_of(rows, columns, seed), moments_of(columns, seed)
