@@ -1,4 +1,6 @@
-"""The documentation: its links, names, commands and figures, and the site, built strictly and loading nothing from elsewhere."""
+"""The documentation: its links, names, commands, and figures that have a record, and the site, built strictly and loading nothing from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import click
 import pytest
@@ -131,10 +134,43 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(named) == sorted(edge_runtime.__all__)
 
 
+def record(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "records" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def cells(page: str, row: str) -> list[str]:
+    """The cells behind the first ones of the table's row that begins with `row`."""
+    lines = [line for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines() if line.startswith(f"| {row} |")]
+    assert len(lines) == 1, f"{page} has {len(lines)} rows that begin with {row}"
+    return [cell.strip() for cell in lines[0].removeprefix(f"| {row} |").strip(" |").split("|")]
+
+
+def interval(value: float, low: float, high: float) -> str:
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "device"),
+    [("GGUF, CPU", "h200-vulkan", "cpu"), ("GGUF, Vulkan", "h200-vulkan", "vulkan0"), ("GGUF, CUDA", "h200-cuda", "cuda0")],
+)
+def test_speeds_of_the_gpu_are_those_of_its_record(row: str, name: str, device: str) -> None:
+    (figures,) = (each["figures"] for each in record(name)["devices"] if each["device"] == device)
+    rows = {(each["variant"]["policy"], each["variant"]["length"]): each for each in figures["overall"]}
+    speeds = [f"{rows[key]['tokens_per_second']:,.0f}" for key in (("plain", None), ("fixed", 3), ("profit", None))]
+    gain = rows["profit", None]["speed_up"]
+    assert cells("accelerators.md", row) == [*speeds, interval(gain["value"], gain["low"], gain["high"])]
+
+
+def test_results_have_the_kept_figures_of_each_class_of_processors() -> None:
+    text = " ".join((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split())
+    for entry in record("headline")["entries"]:
+        assert interval(*entry["over_plain"]) in text, entry["processor"]
+        assert f"{entry['over_llama_cpp']:.2f}" in re.findall(r"\d\.\d\d", text), entry["processor"]
+
+
 def test_the_demo_that_the_readme_quotes_was_measured():
     """The range of the demo's gains is the one of the best-served class of processors in docs/records/headline.json."""
-    entries = json.loads((ROOT / "docs" / "records" / "headline.json").read_text(encoding="utf-8"))["entries"]
-    best = max(entries, key=lambda each: each["over_plain"][0])
+    best = max(record("headline")["entries"], key=lambda each: each["over_plain"][0])
     quoted = re.search(r"made it (\d[\d.]*) to (\d[\d.]*) times", " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()))
     assert quoted
     assert f"({quoted[1]} to {quoted[2]} by kind of text)" in best["demo"]

@@ -1,9 +1,13 @@
-"""Every script of examples/ runs on the reference pair, as its own first lines say, and prints what it is there to show."""
+"""What the documents show runs on the reference pair: every script of examples/, the Python of docs/python.md and of README, and
+docs/get-started.md, command by command, as each is written there.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,3 +86,72 @@ def test_every_example_is_run_and_listed() -> None:
     assert scripts == {*SHOWN, "export_pair"}
     readme = (EXAMPLES / "README.md").read_text()
     assert [name for name in sorted(scripts) if f"[{name}.py]({name}.py)" not in readme] == []
+
+
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
+ON_PAGES = [code for page in ("docs/python.md", "README.md") for code in PYTHON.findall((ROOT / page).read_text(encoding="utf-8"))]
+BUNDLES = ("my-bundle", "demo-bundle-onnx")  # as the pages call it
+
+
+@pytest.mark.parametrize("number", range(len(ON_PAGES)))
+def test_the_python_of_a_page_runs(
+    number: int,
+    exported_pair: Path,
+    probe_memory: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = ON_PAGES[number]
+    if "split" in code and not list(exported_pair.glob("*head*")):
+        pytest.skip("the pair has no split drafter")
+    monkeypatch.chdir(tmp_path)
+    for name in BUNDLES:
+        if name in code:
+            shutil.copytree(exported_pair, tmp_path / name)
+    exec(compile("import edge_runtime\n" + code, f"example {number + 1}", "exec"), {})
+    if "print" in code:
+        assert capsys.readouterr().out
+
+
+# What installs, downloads a published model, compiles llama.cpp or builds a container.
+LEFT_OUT = re.compile(r"python3 -m venv|pip install|google/|gemma-e2b|gguf-bundle|docker|plan E2B")
+# Fewer runs than the page asks for, and of the pair itself, not widened to the cost of a phone's: nobody reads these figures.
+SHORT = {"edge-bench run": "--repeats 1 --max-tokens 8 --domains code --warm-up 0 --check none"}
+ANSWERS = {"edge-run chat": "What is a stack?\n"}
+
+
+def steps() -> list[str]:
+    """The indented commands of the page, in its order."""
+    return [
+        line
+        for line in re.findall(r"^ {4}(\S.*)$", (ROOT / "docs/get-started.md").read_text(encoding="utf-8"), re.MULTILINE)
+        if not LEFT_OUT.search(line)
+    ]
+
+
+@pytest.mark.slow(60)
+def test_the_steps_to_get_started_run(tmp_path: Path, machine: dict[str, str]) -> None:
+    for library, extra in (("onnx", "export-onnx"), ("onnxruntime", "onnx"), ("uvicorn", "serve"), ("matplotlib", "report")):
+        pytest.importorskip(library, reason=f"needs edge-mtp[{extra}]")
+    lines, server, environment = steps(), None, machine | {"EDGE_MTP_CACHE": str(tmp_path / "cache")}
+    assert {line.split()[0] for line in lines} == {"edge-run", "edge-export", "edge-bench", "curl"}
+    try:
+        for line in lines:
+            name = " ".join(line.split()[:2])
+            command = f"{line} {SHORT.get(name, '')}".replace(" --widened", "").replace("8080", "18573")
+            command = command.replace("curl -s", "curl -s --retry 9 --retry-connrefused")
+            if name == "edge-run serve":
+                server = subprocess.Popen(f"exec {command}", shell=True, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+                continue
+            done = subprocess.run(
+                command, shell=True, cwd=tmp_path, env=environment, input=ANSWERS.get(name, ""), capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            if name.startswith("curl"):
+                assert "last item in is the first one out" in done.stdout
+    finally:
+        if server is not None:
+            server.terminate()
+            server.wait(30)
+    assert "speed" in (tmp_path / "report.html").read_text(encoding="utf-8")
