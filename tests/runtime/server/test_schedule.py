@@ -1,4 +1,4 @@
-"""No key waits for another key's long answers, and no client for another client that reads slowly."""
+"""Which request goes to which session, and when: no key fills the queue or waits for another's long answers, nobody for a slow reader."""
 
 from __future__ import annotations
 
@@ -6,22 +6,181 @@ import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import pytest
 
 from chat_server import CHAT, HI, Held, Scripted, asked, scripted_server, send, settled
+from edge_runtime.decoding.sampling import SamplingParams
 from edge_runtime.server.engine import schedule
-from edge_runtime.server.engine.jobs import MAX_UNREAD
-from edge_runtime.server.engine.schedule import Turns
+from edge_runtime.server.engine.jobs import MAX_UNREAD, Job
+from edge_runtime.server.engine.schedule import MAX_PASSED_OVER, FairPool, Places, Slot, Turns, choose_slot
+from edge_runtime.server.errors import ApiError
+from edge_runtime.server.requests.completions import CompletionRequest
 from polling import wait
+from scripted import ScriptedTarget
+
+
+def slot(number: int, cache: Sequence[int], last_used: int = 0) -> Slot:
+    target = ScriptedTarget()
+    target.prefill(cache)
+    return Slot(number=number, target=target, last_used=last_used, client=0)
+
+
+def job(*ids: int, seed: int | None = None) -> Job:
+    sampling = SamplingParams(seed=seed)
+    asked = CompletionRequest(prompt=ids, max_tokens=1, sampling=sampling, stop=())
+    made = Job(asked, lambda _: None)
+    made.prompt = list(ids)
+    return made
+
+
+def chosen(slots: Sequence[Slot], waiting: Sequence[Job]) -> tuple[int, int]:
+    item, other = choose_slot(slots, waiting, lambda job: not job.request.repeatable)
+    return item.number, waiting.index(other)
+
+
+PROMPT = list(range(1, 60))  # the scripted target goes back 12 rows at most
+
+
+@pytest.mark.parametrize(
+    ("caches", "waiting", "choice"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9]], [job(1, 2, 3, 4, 5, 6, 7)], (1, 0)),
+        ([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [9]], [job(8), job(1, 2, 3, 4, 5, 6, 7)], (1, 1)),
+        ([[1, 2, 3, 4], [5]], [job(1, 6, 7, 8)], (1, 0)),
+        ([[], []], [job(1, 2), job(3, 4)], (1, 0)),
+        ([PROMPT, []], [job(*PROMPT[:30], 77)], (1, 0)),
+        ([[1, 2, 3], []], [job(1, 2, 3, 4, seed=1)], (1, 0)),
+    ],
+    ids=["the longest prefix", "before the first come", "a short prefix", "no prefix", "rows that are gone", "a seed"],
+)
+def test_the_longest_prefix_wins_or_the_session_used_longest_ago(caches, waiting, choice):
+    """The first session was used last."""
+    slots = [slot(number, cache, last_used=9 - number) for number, cache in enumerate(caches)]
+    assert chosen(slots, waiting) == choice
+
+
+def test_nobody_is_passed_over_for_ever():
+    slots, first = [slot(0, [1, 2, 3])], job(7, 8)
+    for _ in range(MAX_PASSED_OVER):
+        assert chosen(slots, [first, job(1, 2, 3, 4)]) == (0, 1)
+    assert chosen(slots, [first, job(1, 2, 3, 4)]) == (0, 0)
+
 
 KEYS = ("first", "second")
 LONG = "".join(f"word {number} " for number in range(150))
+
+
+def statuses_of(places: Places, *clients: int) -> list[int]:
+    """The status that each of these, in turn, is refused with, 200 for a place."""
+
+    def take(client: int) -> int:
+        try:
+            places.take(client)
+        except ApiError as error:
+            return error.status
+        return 200
+
+    return [take(client) for client in clients]
+
+
+@pytest.mark.parametrize(
+    ("clients", "order", "statuses"),
+    [
+        (1, [0, 0, 0, 0], [200, 200, 200, 503]),
+        (2, [0, 0, 0, 1, 1], [200, 200, 429, 200, 503]),
+        (2, [1, 0, 0, 0], [200, 200, 200, 503]),
+        (3, [0, 0, 1, 1, 2], [200, 429, 200, 429, 200]),
+        (5, [0, 0, 1, 2, 3], [200, 429, 200, 200, 503]),
+    ],
+)
+def test_a_key_leaves_a_place_for_each_that_has_none(clients: int, order: list[int], statuses: list[int]) -> None:
+    assert statuses_of(Places(3, clients), *order) == statuses
+
+
+def test_a_place_that_is_given_back_is_free() -> None:
+    places = Places(3, 2)
+    assert statuses_of(places, 0, 0, 0) == [200, 200, 429]
+    places.give_back(0)
+    assert statuses_of(places, 0, 1) == [200, 200]
+    assert places.total() == 3
+
+
+def test_more_answers_than_there_ever_are_places_are_no_reason_to_try_again() -> None:
+    with pytest.raises(ApiError, match="3 answers; this server queues at most 2") as caught:
+        Places(3, 2).take(0, 3)
+    assert caught.value.status == 400
+
+
+def test_threads_take_work_of_each_client_in_turn() -> None:
+    pool, going, done = FairPool(1, "test"), threading.Event(), []
+    pool.submit(0, going.wait)
+    futures = [
+        pool.submit(client, lambda name=name: done.append(name)) for client, name in [(0, "a"), (0, "b"), (0, "c"), (1, "d"), (2, "e")]
+    ]
+    assert futures[1].cancel()
+    going.set()
+    pool.shutdown()
+    assert done == ["a", "d", "e", "c"]
+
+
+def test_an_error_is_the_result_of_its_work_alone() -> None:
+    pool = FairPool(1, "test")
+    failing, other = pool.submit(0, lambda: 1 // 0), pool.submit(0, lambda: 1)
+    pool.shutdown()
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    assert other.result() == 1
+
+
+def ask(server: Scripted, key: str) -> http.client.HTTPConnection:
+    return asked(server, {"messages": HI}, authorization=f"Bearer {key}")
+
+
+def text(connection: http.client.HTTPConnection) -> str:
+    response = connection.getresponse()
+    body = json.loads(response.read())
+    connection.close()
+    assert response.status == 200, body
+    return body["choices"][0]["message"]["content"]
+
+
+def short_chat(server: Scripted, key: str = "first") -> str:
+    _, _, body = send(server, "POST", CHAT, {"messages": HI, "max_tokens": 4}, authorization=f"Bearer {key}")
+    return str(body["choices"][0]["message"]["content"])
+
+
+def test_a_key_that_sends_all_it_can_delays_another_by_one_request() -> None:
+    """Five places: the first key gets four, the second the fifth, and the next turn."""
+    order: list[int] = []
+    with scripted_server("Hello.", keys=KEYS) as server:
+        begun, going = threading.Event(), threading.Event()
+
+        def before_forward() -> None:
+            begun.set()
+            going.wait(30)
+
+        server.batch.before_forward = before_forward
+        give = server.worker._give
+        server.worker._give = lambda slot, client: (order.append(client), give(slot, client))  # type: ignore[method-assign]
+        waiting = [ask(server, "first") for _ in range(4)]
+        assert begun.wait(30)
+        assert wait(lambda: sum(server.worker.load()) == 4)
+        status, headers, body = send(server, "POST", CHAT, {"messages": HI}, authorization="Bearer first")
+        assert (status, body["error"]["code"], headers["retry-after"]) == (429, "key_queue_full", "2")
+        status, headers, body = send(server, "POST", "/v1/messages", {"messages": HI}, authorization="Bearer first")
+        assert (status, body["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "2")
+        other = ask(server, "second")
+        assert wait(lambda: sum(server.worker.load()) == 5)
+        assert wait(lambda: len(server.worker._waiting) + server.worker._inbox.qsize() == 4)
+        going.set()
+        assert [text(connection) for connection in (other, *waiting)] == ["Hello."] * 5
+        settled(server)
+    assert order == [0, 1, 0, 0, 0]  # the second key's turn is right after the request that ran
 
 
 @dataclass(frozen=True)
@@ -77,7 +236,7 @@ def test_a_turn_is_long_where_copies_of_rows_take_long() -> None:
     assert seconds == [schedule.SHORTEST_TURN, 20 * 0.02, schedule.LONGEST_TURN]
 
 
-@contextmanager
+@contextlib.contextmanager
 def slow_server(*replies: str, seconds: float = 0.003, **options: object) -> Iterator[Scripted]:
     """A server whose rounds take so long, whose rows can be copied."""
     with scripted_server(*replies, savable=True, **options) as server:
@@ -85,22 +244,13 @@ def slow_server(*replies: str, seconds: float = 0.003, **options: object) -> Ite
         yield server
 
 
-def text(connection: http.client.HTTPConnection) -> str:
-    response = connection.getresponse()
-    body = json.loads(response.read())
-    connection.close()
-    assert response.status == 200, body
-    return body["choices"][0]["message"]["content"]
-
-
 @pytest.mark.parametrize("sessions", [1, 2])
 def test_a_short_chat_of_another_key_ends_long_before_long_answers(sessions: int) -> None:
     with slow_server(LONG, keys=KEYS, count=sessions, waiting=8) as server:
-        long = [asked(server, {"messages": HI}, authorization="Bearer first") for _ in range(3)]
+        long = [ask(server, "first") for _ in range(3)]
         assert wait(lambda: server.worker.load()[0] == sessions)
         for _ in range(3):
-            status, _, body = send(server, "POST", CHAT, {"messages": HI, "max_tokens": 4}, authorization="Bearer second")
-            assert (status, body["choices"][0]["message"]["content"]) == (200, LONG[:4])
+            assert short_chat(server, "second") == LONG[:4]
             assert sum(server.worker.load()) == 3, "the long answers are not there yet"
         server.batch.before_forward = lambda: None
         assert [text(connection) for connection in long] == [LONG] * 3
@@ -110,9 +260,9 @@ def test_a_short_chat_of_another_key_ends_long_before_long_answers(sessions: int
 
 def test_one_key_waits_for_its_own_answers() -> None:
     with slow_server(LONG, keys=["first"]) as server:
-        long = asked(server, {"messages": HI}, authorization="Bearer first")
+        long = ask(server, "first")
         assert wait(lambda: server.worker.load()[0] == 1)
-        send(server, "POST", CHAT, {"messages": HI, "max_tokens": 4}, authorization="Bearer first")
+        short_chat(server)
         assert server.worker.load() == (0, 0)
         assert text(long) == LONG
 
@@ -121,18 +271,17 @@ def test_one_key_waits_for_its_own_answers() -> None:
 def test_where_nothing_is_suspended_the_answer_comes_first(options: dict[str, bool]) -> None:
     with scripted_server(LONG, keys=KEYS, **{"savable": True, **options}) as server:
         server.batch.before_forward = lambda: time.sleep(0.001)
-        long = asked(server, {"messages": HI}, authorization="Bearer first")
+        long = ask(server, "first")
         assert wait(lambda: server.worker.load()[0] == 1)
-        status, _, _ = send(server, "POST", CHAT, {"messages": HI, "max_tokens": 4}, authorization="Bearer second")
-        assert (status, server.worker.load()) == (200, (0, 0))
+        assert (short_chat(server, "second"), server.worker.load()) == (LONG[:4], (0, 0))
         assert text(long) == LONG
 
 
 def test_a_client_that_leaves_while_its_request_is_suspended_frees_its_place() -> None:
     with slow_server(LONG, keys=KEYS, seconds=0.01) as server:
-        long = asked(server, {"messages": HI}, authorization="Bearer first")
+        long = ask(server, "first")
         assert wait(lambda: server.worker.load()[0] == 1)
-        other = asked(server, {"messages": HI}, authorization="Bearer second")
+        other = ask(server, "second")
         assert wait(lambda: server.worker._suspended)
         long.close()
         assert wait(lambda: sum(server.worker.load()) == 1)
@@ -195,10 +344,6 @@ def stopped(server: Scripted) -> bool:
     before = rounds_of(server)
     time.sleep(0.2)
     return MAX_UNREAD <= before == rounds_of(server)
-
-
-def short_chat(server: Scripted) -> str:
-    return str(send(server, "POST", CHAT, {"messages": HI, "max_tokens": 4})[2]["choices"][0]["message"]["content"])
 
 
 def test_the_rounds_of_an_answer_stop_until_its_reader_goes_on() -> None:
