@@ -1,7 +1,8 @@
-"""A constraint that costs seconds is compiled beside the worker: other clients are served meanwhile."""
+"""A constraint that costs seconds is compiled beside the worker, so that others are served meanwhile; a large schema is not compiled."""
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ for needed in ("uvicorn", "starlette", "llguidance"):
 
 from chat_server import CHAT, HI, Scripted, scripted_server, send
 from edge_runtime.session.session import Session
+from edge_runtime.text.constraints import MAX_SCHEMA_BYTES
 
 WAIT_S = 60.0
 
@@ -42,3 +44,13 @@ def test_others_are_served_while_a_constraint_is_compiled(monkeypatch):
         served.set()
         hostile.join()
     assert answers[0][0] == 200
+
+
+def test_a_schema_may_be_a_megabyte_and_no_more() -> None:
+    schema: dict[str, Any] = {"const": 1, "description": ""}
+    rest = MAX_SCHEMA_BYTES - len(json.dumps(schema))
+    with scripted_server("hello there") as server:
+        assert ask(server, schema | {"description": "a" * rest})[0] == 200
+        status, body = ask(server, schema | {"description": "a" * (rest + 1)})
+    message = f"the JSON schema has {MAX_SCHEMA_BYTES + 1} bytes; at most {MAX_SCHEMA_BYTES} are allowed"
+    assert (status, body["error"]["message"]) == (400, message)
