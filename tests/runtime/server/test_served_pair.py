@@ -1,4 +1,4 @@
-"""The command on the reference pair, asked by the openai client: answers, seeds, several at once, leaving, metrics, signals."""
+"""The command on the reference pair: answers, seeds, several at once, leaving, metrics, signals, turns of a coding agent."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,10 @@ from typing import Any
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs edge-mtp[dev]")
+pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-from chat_server import Child, client_of
+from chat_server import Child, client_of, send
+from edge_runtime.session.generation import PREFILL_ROWS
 from edge_runtime.session.open import open_session
 
 PROMPTS = ["class Stack:\n    def push(", "def add(a, b):\n    return", "import os\n\nfor name in os.", "# The quick brown"]
@@ -29,11 +30,6 @@ def complete(client: Any, prompt: str, **fields: Any) -> Any:
 def chat(client: Any, text: str, **fields: Any) -> Any:
     messages = [{"role": "user", "content": text}]
     return client.chat.completions.create(**{"model": "any", "messages": messages, "max_tokens": 48, "temperature": 0, **fields})
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
 
 
 def test_completions_are_what_a_session_says(several: str, exported_pair: Path) -> None:
@@ -78,7 +74,7 @@ def test_metrics_are_prometheus_text(several: str) -> None:
     parser = pytest.importorskip("prometheus_client.parser", reason="needs edge-mtp[dev]")
 
     def totals() -> dict[str, float]:
-        families = parser.text_string_to_metric_families(get(f"{several}/metrics"))
+        families = parser.text_string_to_metric_families(send(several, "GET", "/metrics")[2].decode())
         return {sample.name: sample.value for family in families for sample in family.samples}
 
     before = totals()
@@ -123,3 +119,42 @@ def test_a_fingerprint_stands_for_what_computes(several: str, single: str) -> No
     assert marks[several] != marks[single]
     streamed = chat(client_of(single), "hi", max_tokens=2, stream=True)
     assert {chunk.system_fingerprint for chunk in streamed} == marks[single]
+
+
+TURNS = 10
+RULES = " ".join(f"Rule {number}: read the file before you change line {number * 7}." for number in range(60))
+
+
+def asked(url: str, system: str, messages: list[Any], turn: int) -> tuple[int, int, str]:
+    """Sends a turn as Claude Code does; returns the tokens of its prompt, how many were computed, and the answer."""
+    billing = f"x-anthropic-billing-header: cc_version=2.1.197.{turn:03x}; cc_entrypoint=cli; cch={turn * 7919 % 65536:04x};"
+    blocks = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in (billing, system)]
+    body = {"model": "m", "max_tokens": 12, "temperature": 0, "system": blocks, "messages": messages}
+    status, _, answer = send(url, "POST", "/v1/messages", body)
+    assert status == 200, answer
+    usage = answer["usage"]
+    text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+    return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["input_tokens"], text
+
+
+def test_each_token_of_a_conversation_is_computed_once(served: Callable[..., str], quantized_pair: Path) -> None:
+    """One session serves two conversations in turn; the rows of the one that does not run come from the prompt cache."""
+    url = served(quantized_pair, "--context", "8192")
+    messages: list[Any] = []
+    prompt = total = 0
+    for turn in range(TURNS):
+        messages.append({"role": "user", "content": f"Look at part {turn} of the program, and say what it does."})
+        prompt, computed, text = asked(url, RULES, messages, turn)
+        total += computed
+        messages.append({"role": "assistant", "content": text or "Done."})
+        asked(url, "You give names to things.", [{"role": "user", "content": f"Name thing {turn}."}], turn)
+    assert prompt > 1024 + TURNS * 20
+    assert total <= prompt + TURNS, "the last token of a prompt is computed each time"
+
+
+def test_a_new_conversation_begins_with_the_system_prompt_of_others(served: Callable[..., str], quantized_pair: Path) -> None:
+    url = served(quantized_pair, "--context", "8192")
+    for turn, words in enumerate(("Write a test.", "Explain this.", "Rename it.")):
+        prompt, computed, _ = asked(url, f"Be brief. {RULES}", [{"role": "user", "content": words}], turn)
+        if turn:
+            assert computed <= prompt % PREFILL_ROWS, "all whole pieces were there"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
 
 pytest.importorskip("openai", reason="needs edge-mtp[dev]")
-from chat_server import ask, client_of, scripted_server
+from chat_server import ask, client_of, scripted_server, send
 from edge_devices.energy.live import SharedWatch
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
@@ -80,25 +77,16 @@ def test_requests_at_once_have_the_machines_joules_and_say_so(watch) -> None:
         assert "not split" in energy["reason"]
 
 
-def energy_of(url: str) -> tuple[int, dict[str, Any]]:
-    """The status and body of /energy_metrics."""
-    try:
-        with urllib.request.urlopen(url + "/energy_metrics") as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
 def test_metrics_have_the_joules_of_all_requests(watch) -> None:
     with scripted_server("a long answer " * 4, watch=watch) as server:
         server.batch.before_forward = lambda: time.sleep(0.002)
-        before = energy_of(server.url)
+        before = send(server, "GET", "/energy_metrics")
         joules = sum(ask(client_of(server)).usage.energy["joules"] for _ in range(2))
-        status, after = energy_of(server.url)
-        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
-    assert (before[0], before[1]["total_energy_j"], status) == (200, 0.0, 200)
+        status, _, after = send(server, "GET", "/energy_metrics")
+        scraped = send(server, "GET", "/metrics")[2].decode()
+    assert (before[0], before[2]["total_energy_j"], status) == (200, 0.0, 200)
     assert after["total_energy_j"] == pytest.approx(joules, rel=0.05)
-    assert after["query_time"] > before[1]["query_time"]
+    assert after["query_time"] > before[2]["query_time"]
     assert (after["meter"], after["scope"], after["estimate"]) == ("steady", "package", False)
     low, high = after["joules_interval"]
     assert low <= after["total_energy_j"] <= high
@@ -114,12 +102,13 @@ def test_without_a_meter_the_reason_is_given_once_and_no_response_speaks_of_it()
         usage = ask(client_of(server)).usage
         chunks = list(ask(client_of(server), stream=True, stream_options={"include_usage": True}))
         response = client_of(server).responses.create(model="scripted", input="hi").usage
-        scraped = urllib.request.urlopen(server.url + "/metrics").read().decode()
-        assert energy_of(server.url) == (503, {"error": "no energy meter here"})
+        scraped = send(server, "GET", "/metrics")[2].decode()
+        status, _, body = send(server, "GET", "/energy_metrics")
+        assert (status, body) == (503, {"error": "no energy meter here"})
     watch.close()
     for each in (usage, chunks[-1].usage, response):
         assert "energy" not in each.model_dump()
     assert 'edge_mtp_energy_info{kind="none",reason="no energy meter here"} 1' in scraped
     with scripted_server("hello") as server:
-        status, body = energy_of(server.url)
+        status, _, body = send(server, "GET", "/energy_metrics")
     assert (status, "reads no energy meter" in body["error"]) == (503, True)
