@@ -1,13 +1,15 @@
-"""Whether drafts can change greedy text is compared on the machine, kept, and said."""
+"""Whether drafts can change greedy text is compared on the machine, kept, and said; behind the sliding window they do not."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
+from edge_runtime import LoadOptions
 
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
@@ -155,3 +157,24 @@ def test_sessions_release_their_requests_when_they_compare(exported_pair: Path) 
         with pytest.raises(RequestError, match="another request began"):
             list(generation.rounds())
         assert sessions.sessions[1].generate("abc", max_tokens=8).text()
+
+
+WINDOW = 128
+
+
+@pytest.mark.parametrize("backend", ["llama", "onnx"])
+@pytest.mark.parametrize("prompt", ["class Stack:\n", "class Stack:\n" + "    x = 1\n" * 60], ids=["grows past it", "begins past it"])
+def test_drafts_behind_the_window_leave_the_text(
+    backend: str, prompt: str, request: pytest.FixtureRequest, onnx_pair: Callable[[str], Path]
+) -> None:
+    bundle = request.getfixturevalue("quantized_pair") if backend == "llama" else onnx_pair("int4")
+    with open_session(bundle, LoadOptions(backend=backend, threads=1, context=1024, drafter="split")) as session:
+        if session.row_kernels is None:
+            pytest.skip("rows are exact on the project's own kernels alone, which have no variant for this processor")
+        plain = session.generate(prompt, max_tokens=2 * WINDOW, draft_length=0)
+        plain.text()
+        drafted = session.generate(prompt, max_tokens=2 * WINDOW, draft_length=7)
+        accepted = [round_.accepted for round_ in drafted.rounds()]
+    assert drafted.tokens == plain.tokens
+    assert len(plain.tokens) == 2 * WINDOW
+    assert sum(accepted[-len(accepted) // 4 :]) > 0, "the last quarter of the text stands behind the window"
