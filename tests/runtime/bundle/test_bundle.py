@@ -1,10 +1,12 @@
-"""The bundle reader: what it accepts, and that it refuses everything else with one sentence."""
+"""The bundle reader: what it accepts, and that it refuses everything else with one sentence, which says what to do."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from edge_runtime.bundle.manifest import (
 )
 from edge_runtime.errors import BundleError, RequestError
 
-GOLDEN = Path(__file__).parents[2] / "data" / "manifest-2.json"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "data" / "manifest-2.json"
 CONTENT = b"not really a model"
 
 
@@ -63,14 +66,20 @@ def test_keys_a_newer_writer_adds_are_ignored(tmp_path):
     assert open_bundle(write(tmp_path / "b", with_hash(data))).manifest == manifest()
 
 
-def changed(path: str, value: Any) -> str:
-    data: Any = json.loads(manifest().to_json())
-    place = data
-    *parents, last = [int(p) if p.isdigit() else p for p in path.split(".")]
-    for part in parents:
-        place = place[part]
-    place[last] = value
+def with_changes(data: dict[str, Any], changes: dict[str, Any]) -> str:
+    """A manifest with other values at these places."""
+    data = copy.deepcopy(data)
+    for path, value in changes.items():
+        place: Any = data
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        for part in parents:
+            place = place[part]
+        place[last] = value
     return with_hash(data)
+
+
+def changed(path: str, value: Any) -> str:
+    return with_changes(json.loads(manifest().to_json()), {path: value})
 
 
 FILE = json.loads(manifest().to_json())["files"][0]
@@ -212,3 +221,93 @@ def test_every_byte_of_a_manifest_counts(tmp_path):
 def test_no_check_beside_a_key_is_refused(tmp_path):
     with pytest.raises(RequestError, match="cannot vouch for files that are not checked"):
         open_bundle(write(tmp_path / "b"), check="none", public_key=tmp_path / "key.pub")
+
+
+# As it was exported, with the golden bundle's file in the place of its own.
+ONNX = json.loads((ROOT / "fuzz" / "corpus" / "manifest" / "onnx.json").read_text()) | {"files": [FILE]}
+ONNX["media"] = {"image": {"begin": 5, "placeholder": 6, "end": 7}}
+
+
+def test_a_manifest_of_graphs_is_read_as_it_was_exported(tmp_path: Path) -> None:
+    half = {"onnx.rotations.0.rotated_pairs": ONNX["onnx"]["rotations"][0]["head_dim"] // 2, "onnx.bos_token": 4095}
+    for changes in ({}, half):
+        open_bundle(write(tmp_path / "b", with_changes(ONNX, changes)))
+
+
+HEADS = {f"cache_layout.buffers.{number}.head_dim": 65536 for number in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"onnx.rotations.0.rotated_pairs": 1 << 28}, "turns 268435456 pairs of heads of"),
+        ({"onnx.rotations.1.rotated_pairs": 33}, "turns 33 pairs of heads of 64"),
+        ({"onnx.rotations.0.head_dim": 65536}, "heads of 65536 are wider than any, 8192 at most"),
+        ({"cache_layout.full.head_dim": 8194}, "heads of 8194 are wider"),
+        (HEADS, "heads of 65536 are wider"),
+        ({"onnx.rotations.0.head_dim": 64}, "the rotations are for heads of"),
+        ({"cache_layout.buffers.0.head_dim": 32}, "the rotations are for heads of"),
+        ({"onnx.rotations.1.kind": "full"}, "the rotations are for heads of"),
+        ({"onnx.rotations": []}, "the rotations are for heads of"),
+        ({"onnx.bos_token": 1 << 40}, r"the facts of the graphs name a token beyond the vocabulary of 4096 \(1099511627776\)"),
+        ({"onnx.eos_token": 4096}, "beyond the vocabulary of 4096"),
+        ({"onnx.eog_tokens": [1, 4096]}, "beyond the vocabulary of 4096"),
+        ({"onnx.control_tokens": [0, 1 << 33]}, "beyond the vocabulary of 4096"),
+        ({"media.image.placeholder": 4096}, "the media inputs name a token beyond the vocabulary"),
+        ({"generation": {"end_tokens": [4096]}}, "the generation defaults name a token beyond the vocabulary"),
+        ({"cache_layout.buffers.0.key": "key\ud800"}, "has the name 'key.*', which none is"),
+        ({"cache_layout.buffers.0.value": "\x1b[2J"}, "has the name"),
+        ({"cache_layout.buffers.0.kind": ""}, "has the name ''"),
+        ({"onnx.rotations.0.kind": "full\n"}, "has the name"),
+        ({"onnx.contrib_ops": ["x" * 201]}, "has the name"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_memory_is_taken_for_it(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BundleError, match=words) as caught:
+            open_bundle(write(tmp_path / "b", with_changes(ONNX, changes)))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("files", "value", "answer"),
+    [
+        (["a.gguf"], "a.gguf", r"it is a GGUF file; make a bundle of it and its drafter with: edge-export .*a\.gguf DRAFTER --output my-b"),
+        (["a.txt"], "a.txt", "it is a file; give a bundle's folder"),
+        (["x/mtp-drafter.gguf", "x/target.gguf"], "x", r"edge-export pair \S*x/target.gguf \S*x/mtp-drafter.gguf --output my-bundle"),
+        (["x/config.json", "x/model.safetensors"], "x", "it holds a checkpoint; make a bundle of it and its drafter with: edge-export"),
+        (["my-bundle/manifest.json"], "my-bunlde", "there is no such folder; did you mean .*my-bundle"),
+        (["out/my-bundle/manifest.json"], "out", "it has no manifest.json, but .*out/my-bundle is one"),
+        (["x/notes.txt"], "x", "it has no manifest.json; make one with edge-export"),
+        ([], "nowhere", "there is no such folder; make a bundle with edge-export"),
+    ],
+)
+def test_what_is_no_bundle_is_recognised(tmp_path: Path, files: list[str], value: str, answer: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(BundleError, match=f"is not a bundle: .*{answer}"):
+        open_bundle(tmp_path / value)
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "output"),
+    [
+        ("google/gemma-4-E2B-it", "", "gemma-4-E2B-it"),
+        ("google/gemma-4-E2B-it@main", "", "gemma-4-E2B-it"),
+        ("someone/gemma-4-E2B-it", " someone/gemma-4-E2B-it-assistant", "gemma-4-E2B-it"),
+        ("unsloth/x-GGUF", "", "x-GGUF"),
+        ("ggml-org/x:x-Q4_0.gguf", "", "x"),
+        ("ggml-org/x:Q4_0", "", "x"),
+    ],
+)
+def test_a_hub_name_is_answered_with_its_export(
+    name: str, drafter: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BundleError, match=f"edge-export pair {name}{drafter} --output {output}$"):
+        open_bundle(name)
