@@ -1,3 +1,5 @@
+"""Memory that is counted before anything is loaded: of weights, caches and encoders, against limits, the machine and its address space."""
+
 from __future__ import annotations
 
 import json
@@ -13,14 +15,27 @@ import pytest
 
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.gguf_header import KV_TYPES, check_kv_type, row_bytes
-from edge_runtime.bundle.manifest import LayerCache
+from edge_runtime.bundle.manifest import (
+    AUDIO_ENCODER,
+    MEDIA_ENCODER,
+    VISION_ENCODER,
+    BundleFile,
+    LayerCache,
+    Manifest,
+    MediaInputs,
+    MediaTokens,
+    VisionSize,
+)
 from edge_runtime.errors import ConfigError, RequestError
 from edge_runtime.planning.memory import (
+    EncoderMemory,
     MemoryPlan,
     MemoryRequest,
     MemoryRoom,
     check_memory,
     check_memory_without_copies,
+    encoder_activation_bytes,
+    encoder_weight_bytes,
     largest_context,
     memory_bytes,
     memory_plan,
@@ -28,6 +43,7 @@ from edge_runtime.planning.memory import (
 )
 from edge_runtime.session.open import open_session
 from scripted import MANIFEST
+from tiny_media import noise, picture
 
 SLIDING = LayerCache(kv_heads=1, head_dim=64, dtype="f16", capacity=256, window=128, owner_layers=(0, 1, 2))
 FULL = LayerCache(kv_heads=2, head_dim=128, dtype="f16", capacity=1024, window=None, owner_layers=(3,))
@@ -234,3 +250,72 @@ def test_a_copy_of_unknown_types_is_planned_as_large_as_the_file(quantization: s
     size = sum(file.bytes for file in manifest.files if file.role in ("target", "drafter"))
     assert check_memory(manifest, request(), MemoryRoom(), message.append).repacked == share * size
     assert [f"is of the unknown type {quantization!r}" in line for line in message] == [True, True] * share
+
+
+TOKENS = MediaTokens(begin=1, placeholder=2, end=3)
+E2B = VisionSize(hidden_size=768, layers=16, feed_forward_size=3072)
+
+
+def file(role: str, size: int, quantization: str = "f16") -> BundleFile:
+    return BundleFile(role=role, path=role, format="onnx", sha256="0" * 64, bytes=size, quantization=quantization)
+
+
+def manifest(quantization: str = "f16", **inputs: Any) -> Manifest:
+    files = [(MEDIA_ENCODER, 400_000_000), (VISION_ENCODER, 1000), (f"{VISION_ENCODER}_data", 300_000_000), (AUDIO_ENCODER, 2000)]
+    media = MediaInputs(**{"image": TOKENS, "audio": TOKENS, "vision": E2B, **inputs})
+    return replace(MANIFEST, files=tuple(file(role, size, quantization) for role, size in files), media=media)
+
+
+def test_weights_are_those_that_are_loaded() -> None:
+    assert encoder_weight_bytes(manifest()) == 400_000_000
+    assert encoder_weight_bytes(manifest(), "image") == 600_002_000
+    assert encoder_weight_bytes(manifest(), "sound") == 4000
+    assert encoder_weight_bytes(manifest("int8"), "image") == 300_001_000
+    assert encoder_weight_bytes(MANIFEST) == 0
+
+
+def test_activations_are_near_those_measured() -> None:
+    """E2B's tower on llama.cpp, as it was measured."""
+    for rows, measured in ((64, 39e6), (256, 145e6), (529, 324e6)):
+        assert 0.99 * measured < encoder_activation_bytes(manifest(), "image", rows) < 1.15 * measured
+    assert encoder_activation_bytes(manifest(vision=VisionSize(hidden_size=3840)), "image", 280) == 0
+    assert encoder_activation_bytes(manifest(samples_per_row=640), "sound", 750) == 0
+    assert encoder_activation_bytes(manifest(), "sound", 750) > 100e6
+    assert encoder_activation_bytes(MANIFEST, "image", 280) == 0
+
+
+def test_only_what_is_not_yet_taken_is_needed() -> None:
+    free = [500_000_000]
+    room = EncoderMemory(manifest(), lambda: free[0], one_file=True)
+    room.admit(picture(48, 48, 1))
+    free[0] = 100_000_000
+    room.admit(picture(48, 48, 2))
+    with pytest.raises(RequestError, match=r"needs 155\.\d MB of memory for this image, but 100\.0 MB are available; ask for less detail"):
+        room.admit(picture(768, 768, 1))
+    free[0] = 160_000_000
+    room.admit(picture(768, 768, 1))
+    free[0] = 0
+    room.admit(picture(480, 480, 1))
+    with pytest.raises(RequestError, match=r"needs 400\.\d MB"):
+        EncoderMemory(manifest(), lambda: 0, one_file=True).admit(picture(48, 48, 1))
+
+
+def test_a_limit_is_for_all_together() -> None:
+    room = EncoderMemory(manifest(), lambda: 0, one_file=True, limit=2_000_000_000, beside=1_500_000_000)
+    room.admit(picture(48, 48, 1))
+    with pytest.raises(RequestError, match=r"555\.\d MB .* this image, but the limit of 2\.00 GB leaves 500\.0 MB"):
+        room.admit(picture(768, 768, 1))
+
+
+def test_each_graph_of_onnx_is_counted_when_it_is_used() -> None:
+    free = [700_000_000]
+    room = EncoderMemory(manifest(), lambda: free[0], one_file=False)
+    room.admit(picture(48, 48, 1))
+    free[0] = 4_000_000
+    with pytest.raises(RequestError, match="for this sound"):
+        room.admit(noise(480_000))
+    room.admit(noise(1_000))
+
+
+def test_where_nothing_is_known_nothing_is_refused() -> None:
+    EncoderMemory(manifest(), lambda: None, one_file=True).admit(picture(768, 768, 1))
