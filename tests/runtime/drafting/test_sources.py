@@ -1,10 +1,13 @@
-"""Sources of drafts beside the drafter: calibrated by what is emitted, weighed by the policy, and named in the rounds."""
+"""Sources of drafts beside the drafter: what they guess, how they are calibrated and weighed, and that the output stays what it is."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edge_runtime.decoding.acceptance import BlockRule
 from edge_runtime.decoding.loop import Decoding, decode
@@ -13,7 +16,7 @@ from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MeasuredCosts
 from edge_runtime.drafting.policies import RoundResult
 from edge_runtime.drafting.profit_policy import Profit
-from edge_runtime.drafting.sources import Guess, Proposals, SourceOdds
+from edge_runtime.drafting.sources import SHORTEST_MATCH, Guess, LookupDrafter, Proposals, SourceOdds, SuffixAutomaton, TextMemory
 from enumeration import Choices, distribution_of
 from scripted import ScriptedDrafter, ScriptedTarget, next_token, plain_greedy
 from simulated_rounds import SettledCosts
@@ -126,3 +129,79 @@ def test_sampled_output_keeps_its_distribution_exactly(longest, monkeypatch):
         return tuple(emitted)
 
     assert largest_difference(distribution_of(once, monkeypatch), exact(row, params, [1, 2], 3)) < 1e-12
+
+
+def longest_by_search(text: list[int], ahead: list[int]) -> int:
+    """The longest end of the text and `ahead` that occurs in the text before."""
+    whole = text + ahead
+    last = len(text) if ahead else len(text) - 1
+    result = 0
+    for length in range(1, len(whole)):
+        if any(text[end - length : end] == whole[-length:] for end in range(length, last + 1)):
+            result = length
+    return result
+
+
+@pytest.mark.parametrize("letters", [1, 2, 3, 6])
+def test_the_longest_repeat_is_that_of_a_search(letters):
+    chance = random.Random(letters)
+    for _ in range(12):
+        automaton, text = SuffixAutomaton(), []
+        for _ in range(25):
+            text.append(chance.randrange(letters))
+            automaton.append(text[-1])
+            ahead = [chance.randrange(letters) for _ in range(chance.randrange(4))]
+            length, end = automaton.longest_repeat(ahead)
+            assert length == longest_by_search(text, ahead)
+            assert (text[end - length : end] == [*text, *ahead][-length:]) if length else True
+
+
+def test_what_followed_is_guessed_to_follow_again():
+    memory = TextMemory([1, 2, 3, 4, 5, 6, 9, 2, 3])
+    assert memory.guess((), 3).tokens == (4, 5, 6)
+    assert memory.guess((4, 5), 2).tokens == (6, 9)
+    assert memory.guess((7,), 3).tokens == ()
+
+
+def test_emitted_tokens_are_remembered_and_longer_matches_are_other_evidence():
+    memory = TextMemory([1, 2, 3, 4, 5, 6, 7])
+    memory.add([8, 1, 2])
+    short = memory.guess((), 1).bins
+    memory.add([3, 4, 5, 6])
+    assert memory.guess((), 1).tokens == (7,)
+    assert memory.guess((), 1).bins != short
+
+
+def test_a_predicted_text_is_guessed_after_the_prompt_and_found_in_parts():
+    memory = TextMemory([1, 2, 3], predicted=[7, 8, 9, 5])
+    first = memory.guess((), 6)
+    assert first.tokens == (7, 8, 9, 5), "a copy ends with the predicted text"
+    memory.add([6, 8, 9])
+    assert memory.guess((), 2).tokens == (5,)
+
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def draft(text: list[int], length: int) -> list[int]:
+    target = ScriptedTarget()
+    target.prefill(text[:-1])
+    return LookupDrafter(target).draft(text[-1], length)
+
+
+def slow_draft(text: list[int], length: int) -> list[int]:
+    """The definition: the longest match, the latest of those, copied on and on."""
+    for size in range(len(text) - 1, SHORTEST_MATCH - 1, -1):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[len(text) - size :]:
+                grown = list(text)
+                for place in range(start + size, start + size + length):
+                    grown.append(grown[place])
+                return grown[len(text) :]
+    return []
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, length=st.integers(1, 12))
+def test_drafts_are_those_of_the_definition(text, length):
+    assert draft(text, length) == slow_draft(text, length)
