@@ -94,19 +94,8 @@ def test_commands(run, tmp_path):
 
 def test_settings_change_between_answers(run, tmp_path):
     path = tmp_path / "talk.json"
-    lines = [
-        "/set",
-        "hi",
-        "/set max-tokens 2",
-        "/set thinking on",
-        "/set temperature 0.5",
-        "and?",
-        "/regenerate",
-        f"/save {path}",
-        "quit",
-        "no",
-    ]
-    result = run("\n".join(lines) + "\n", replies=("first", "second"))
+    settings = "/set max-tokens 2\n/set thinking on\n/set temperature 0.5"
+    result = run(f"/set\nhi\n{settings}\nand?\n/regenerate\n/save {path}\nquit\nno\n", replies=("first", "second"))
     assert (result.exit_code, result.stdout) == (0, "first\nse\nse\n"), result.stderr
     assert "max-tokens          1024\nthinking            off\ntemperature         0.0" in result.stderr
     kept = json.loads(path.read_text())

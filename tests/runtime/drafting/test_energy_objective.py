@@ -111,15 +111,7 @@ def test_a_report_with_calibration_loops_is_a_file_of_watts(tmp_path: Path) -> N
 class Loaded:
     """A counter and a clock that only the work moves: each kind of work takes its own watts."""
 
-    facts = MeterFacts(
-        name="made-up",
-        kind=Kind.COUNTER,
-        scope=Scope.PACKAGE,
-        source="test",
-        refresh_s=0.02,
-        resolution=1e-6,
-        poll_s=0.002,
-    )
+    facts = MeterFacts(name="loop", kind=Kind.COUNTER, scope=Scope.PACKAGE, source="test", refresh_s=0.02, resolution=1e-6, poll_s=0.002)
 
     def __init__(self) -> None:
         self.state = Sample(0.0, 0.0)
@@ -152,7 +144,7 @@ def test_power_is_measured_in_loops_of_each_phase_and_remembered(tmp_path: Path,
     assert [power.forward(rows) for rows in range(1, 13)] == pytest.approx([4.0 + 0.5 * (rows - 1) for rows in range(1, 13)], rel=0.02)
     assert power.forward(40) == power.forward(target.rewind_slack), "the widest verify of this target"
     assert target.length == 0
-    assert "measuring the power of each phase with made-up, about 66 s" in output[0]
+    assert "measuring the power of each phase with loop, about 66 s" in output[0]
     before = meter.now
     assert probe.phases(target, None, 1, 13, "key") == power
     assert meter.now == before

@@ -106,15 +106,9 @@ def test_sliding_layers_hold_windows_and_a_batch_only() -> None:
     [
         ("2GB", 2 * 10**9),
         ("512 MiB", 512 << 20),
-        ("1.5g", None),
         (123456, 123456),
         ("100kb", 100000),
-        ("1e9", None),
-        ("0", None),
-        ("-1GB", None),
-        ("", None),
-        ("9" * 40, None),
-        ("inf", None),
+        *((text, None) for text in ("1.5g", "1e9", "0", "-1GB", "", "9" * 40, "inf")),
     ],
 )
 def test_amounts_of_memory(text: str | int, size: int | None) -> None:

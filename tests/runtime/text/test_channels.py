@@ -309,24 +309,8 @@ def test_what_is_no_call_ends_at_stop_strings():
 
 
 def test_a_call_that_was_cut_off_has_the_beginning_of_its_arguments():
-    tokens = [
-        "call:get.time",
-        "{",
-        "city:",
-        QUOTE,
-        'Tokyo "x"',
-        QUOTE,
-        ",days",
-        ":",
-        "3",
-        ",",
-        "deep:{a:[1,true,",
-        QUOTE,
-        "b",
-        QUOTE,
-        "]",
-        "}}",
-    ]
+    words = 'call:get.time|{|city:|Q|Tokyo "x"|Q|,days|:|3|,|deep:{a:[1,true,|Q|b|Q|]|}}'
+    tokens = [word.replace("Q", QUOTE) for word in words.split("|")]
     whole = json.dumps({"city": 'Tokyo "x"', "days": 3, "deep": {"a": [1, True, "b"]}}, separators=(",", ":"))
     for count in range(1, len(tokens)):
         call = cut_tool_call("".join(tokens[:count]))

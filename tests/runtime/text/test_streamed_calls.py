@@ -12,32 +12,7 @@ from hypothesis import strategies as st
 from edge_runtime.text.tool_calls import MAX_DEPTH, QUOTE, CallPiece, StreamedCall, ToolCall, cut_tool_call, parse_tool_call
 
 # What the notation is made of, and what models write instead of it.
-WORDS = [
-    "{",
-    "}",
-    "[",
-    "]",
-    ",",
-    ":",
-    "=",
-    QUOTE,
-    "a",
-    "b c",
-    "12",
-    "true",
-    "null",
-    '"',
-    "'",
-    " ",
-    "\n",
-    "\\",
-    "<|",
-    "|>",
-    "\ufdd0",
-    "é",
-    "(",
-    ")",
-]
+WORDS = [*"{}[],:=()'\" \n\\\ufdd0é", QUOTE, "a", "b c", "12", "true", "null", "<|", "|>"]
 PARTS = [*WORDS, "\ufdd0", "(", ")", "x:", f"y:{QUOTE}", f"{QUOTE},", f"z:{QUOTE}text{QUOTE}"]
 
 
