@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,15 +20,19 @@ from row_calls import (
     Q5_K,
     Q6_K,
     Call,
+    float_multiplication,
+    gate,
     gguf_multiplication,
     gguf_weights,
     multiplication,
+    norm_of,
     static_multiplication,
+    tanh_of,
 )
 
 KERNELS = loader.load_library()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="the row kernels were not built: pip install -e . builds them")
 VARIANTS = loader.usable_variants()
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="the row kernels were not built: pip install -e . builds them")
 # Tails of a tile, one block, several blocks, more tiles than a register group.
 SHAPES = [(1, 1), (5, 1), (16, 2), (33, 3), (100, 4), (257, 2)]
 # Inputs that many rows take in several parts.
@@ -223,3 +228,101 @@ def test_the_variable_names_a_variant_or_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(loader.VARIABLE, "none")
     assert loader.variant() is None
     assert loader.kernels_path() is None
+
+
+TYPES = ("float32", "float16", "bfloat16")
+
+
+def stored(weights: NDArray[np.float32], name: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Weights of a type, and the numbers that they stand for."""
+    if name == "bfloat16":
+        bits = (weights.view(np.uint32) >> 16).astype(np.uint16)
+        return bits, (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    cast = weights.astype(name)
+    return cast, cast.astype(np.float64)
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 15), (16, 16), (70, 100), (33, 2048)])
+def test_numbers_are_right_and_bits_the_same_in_every_batch_and_on_every_variant(name: str, outputs: int, inputs: int) -> None:
+    random = np.random.default_rng(outputs)
+    weights, values = (random.standard_normal((count, inputs)).astype(np.float32) for count in (outputs, 37))
+    kept, numbers = stored(weights, name)
+    every_row = float_multiplication(kept, values).here(VARIANTS[0])
+    np.testing.assert_allclose(every_row, values.astype(np.float64) @ numbers.T, rtol=1e-4, atol=1e-4)
+    for variant in VARIANTS:
+        for rows in (1, 2, 3, 4, 5, 8, 13, 16, 17, 37):
+            for first in {0, 37 - rows}:
+                batch = float_multiplication(kept, values[first : first + rows]).here(variant)
+                assert np.array_equal(batch, every_row[first : first + rows]), (variant, rows, first)
+
+
+def test_half_precision_has_its_small_and_its_largest_numbers() -> None:
+    weights = np.array([[6e-8, -6e-8, 65504, 1e-4]], np.float16)
+    for column in range(4):
+        values = np.eye(4, dtype=np.float32)[column : column + 1]
+        for variant in VARIANTS:
+            assert float_multiplication(weights, values).here(variant) == np.float32(weights[0, column])
+
+
+def test_what_is_no_number_reaches_its_row_only() -> None:
+    weights, values = np.ones((5, 40), np.float16), np.ones((9, 40), np.float32)
+    values[3, 20] = np.nan
+    for variant in VARIANTS:
+        assert np.isnan(float_multiplication(weights, values).here(variant)).all(axis=1).tolist() == [row == 3 for row in range(9)]
+
+
+def test_a_name_or_a_shape_that_cannot_be_is_refused() -> None:
+    weights, values = np.ones((5, 40), np.float32), np.ones((2, 40), np.float32)
+    for call, variant in (
+        (float_multiplication(weights, values), "mmx"),
+        (float_multiplication(weights[:0], values), VARIANTS[0]),
+        (float_multiplication(weights, values[:0]), VARIANTS[0]),
+    ):
+        with pytest.raises(ValueError, match="was refused"):
+            call.here(variant)
+
+
+VALUES = np.concatenate([np.linspace(-12, 12, 5003), np.logspace(-30, 0, 61), -np.logspace(-30, 0, 61)]).astype(np.float32)
+
+
+def gelu(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    x = values.astype(np.float64)
+    result: NDArray[np.float64] = x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return result
+
+
+def test_gates_are_gelu_times_values() -> None:
+    others = np.random.default_rng(1).standard_normal(len(VALUES)).astype(np.float32)
+    result = gate(VALUES, others).here(VARIANTS[0])
+    np.testing.assert_allclose(result, gelu(VALUES) * others, rtol=2e-6, atol=1e-6)
+
+
+def test_tanh_is_right_for_small_and_large_values() -> None:
+    np.testing.assert_allclose(tanh_of(VALUES).here(VARIANTS[0]), np.tanh(VALUES.astype(np.float64)), rtol=4e-7)
+
+
+def test_what_is_no_number_or_very_large() -> None:
+    values = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 0, -0.0], np.float32)
+    for variant in VARIANTS:
+        np.testing.assert_array_equal(tanh_of(values).here(variant), [np.nan, 1, -1, 1, -1, 0, 0])
+        np.testing.assert_array_equal(gate(values, np.ones_like(values)).here(variant), [np.nan, np.inf, np.nan, np.float32(1e30), 0, 0, 0])
+
+
+@pytest.mark.parametrize("count", [1, 7, 15, 16, 17, 64, 1001])
+def test_bits_are_the_same_on_every_variant_and_wherever_a_call_begins(count: int) -> None:
+    random = np.random.default_rng(count)
+    gates, values = (8 * random.standard_normal((2, count))).astype(np.float32)
+    for made in (gate(gates, values), tanh_of(gates), norm_of(gates, values)):
+        first = made.here(VARIANTS[0])
+        assert all(np.array_equal(made.here(variant), first) for variant in VARIANTS)
+    whole = gate(gates, values).here(VARIANTS[0])
+    for begin in {0, count // 3, count - 1}:
+        assert np.array_equal(gate(gates[begin:], values[begin:]).here(VARIANTS[0]), whole[begin:])
+
+
+def test_a_name_or_a_count_that_cannot_be_is_refused() -> None:
+    nothing = np.zeros(0, np.float32)
+    for call, variant in ((gate(nothing, nothing), VARIANTS[0]), (norm_of(nothing, nothing), VARIANTS[0]), (tanh_of(VALUES), "mmx")):
+        with pytest.raises(ValueError, match="was refused"):
+            call.here(variant)
