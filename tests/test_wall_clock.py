@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ def test_no_duration_is_taken_from_the_time_of_day() -> None:
         if uses_of(path)
     }
     assert result == set(USES)
+
+
+def test_the_kernels_ask_for_no_time_at_all() -> None:
+    sources = [path for path in (ROOT / "runtime/edge_runtime/backends/kernels/src").rglob("*.*") if path.is_file()]
+    assert len(sources) > 50
+    assert [path.name for path in sources if re.search(r"clock|chrono|gettimeofday|\btime\(", path.read_text(encoding="utf-8"))] == []
 
 
 class Clocks:
