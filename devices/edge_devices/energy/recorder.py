@@ -133,7 +133,8 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     height = _height(trace, old, new)
     if not height:
         return None
-    shown = [(trace.times[i] - step, (trace.values[i] - fmean(old)) / height) for i in trace.span(step, after)]
+    level = fmean(old)
+    shown = [(trace.times[i] - step, (trace.values[i] - level) / height) for i in trace.span(step, after)]
     half, most = (next((s for s, share in shown if share >= wanted), after - step) for wanted in (HALF_SHARE, SETTLED_SHARE))
     return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
 
