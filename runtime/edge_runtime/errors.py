@@ -17,7 +17,7 @@ class EdgeRuntimeError(EdgeError):
 
 
 class BundleError(EdgeRuntimeError):
-    """The bundle is missing, damaged, newer than this reader, or needs what this runtime does not support."""
+    """The bundle is missing, damaged, newer than this version, or needs a feature that this runtime does not have."""
 
 
 class BackendError(EdgeRuntimeError):

@@ -1,1 +1,1 @@
-"""Backends: a folder per library, each behind the interfaces `Target` and `Drafter`."""
+"""The backends, one folder for each library. They implement `interface.Backend`, and `Target` and `Drafter` of `interfaces`."""

@@ -1,4 +1,7 @@
-"""State of every target beside its K/V rows: the committed tokens and the hidden rows of the newest, with checks of arguments."""
+"""The state of a target besides its K/V rows, the same in all backends: its committed tokens, and the hidden rows of the newest ones.
+
+It also checks the arguments of a target's methods.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from numpy.typing import NDArray
 from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import KvRows, Vocabulary, inside_image
 
-# So many forwards are written together: a page that a forward of the target drove out of the caches is dear to reach.
+# The tokens of this many forwards are written at once: each forward evicts the token array from the CPU's caches, and reaching it is slow.
 _MAX_UNWRITTEN = 32
 _NO_ROWS = np.empty((0, 0), dtype=np.float32)
 Tokens = Sequence[int] | NDArray[np.int64]
@@ -22,7 +25,7 @@ class TokenRange(Vocabulary, Protocol):
     """A vocabulary of the ids 0 to `size` - 1."""
 
     size: int
-    kept: dict[tuple[int, bool], bytes]  # of tokens that were asked for: a library takes longer behind a forward
+    kept: dict[tuple[int, bool], bytes]  # pieces by (token, special); asking the library again right after a forward is slower
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Returns the bytes of one token, which may be a part of a character; control tokens are empty unless `special`."""
@@ -33,10 +36,10 @@ class TokenRange(Vocabulary, Protocol):
         return piece
 
     def _bytes_of(self, token: int, *, special: bool) -> bytes:
-        """Asks the library for the bytes of a token of the vocabulary."""
+        """Returns the bytes of a valid token from the library."""
 
     def check(self, token: int) -> None:
-        """Raises RequestError for an id that is not in the vocabulary, for which a library may end the process."""
+        """Raises RequestError for an id outside the vocabulary: a library may end the process for one."""
         if not 0 <= token < self.size:
             raise RequestError(f"token id {token} is not in the vocabulary of {self.size} tokens; check where it came from")
 
@@ -47,32 +50,32 @@ def well_formed(text: str) -> str:
 
 
 class CommittedText(ABC):
-    """The text whose rows are in a target's cache: `length` tokens of at most `context`."""
+    """The text whose rows are in a target's cache: `length` tokens, at most `context`. Base class of all targets."""
 
     row_bytes: tuple[int, int]
     sliding_rows: int
 
     def __init__(self, context: int, vocabulary: TokenRange, hidden_size: int, *, whole_rows: int = 0) -> None:
-        """`whole_rows` as in `interfaces.MediaTarget`."""
+        """`whole_rows` is that of `interfaces.MediaTarget`."""
         self.context = context
         self.hidden_size = hidden_size
         self.whole_rows = whole_rows
         self.vocabulary = vocabulary
         self.length = 0
         self._tokens = np.zeros(context, np.int32)
-        self._unwritten: list[tuple[int, Tokens]] = []  # where tokens of forwards go, until somebody reads them
+        self._unwritten: list[tuple[int, Tokens]] = []  # (start, ids) of forwards that are not in `_tokens` yet
         self.forget_hidden()
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """The committed tokens [length]. A view: its content changes with the next forward after a rollback."""
+        """The committed tokens [length]. A view: a forward after a rollback overwrites its contents."""
         if self._unwritten:
             self._write()
         return self._tokens[: self.length]
 
     @property
     def hidden_row(self) -> NDArray[np.float32] | None:
-        """The hidden row [hidden_size] of the last committed token, or None. A view: valid until the next forward."""
+        """The hidden row [hidden_size] of the last committed token, or None. A view that is valid until the next forward."""
         index = self.length - 1 - self._hidden_start
         return self._hidden[index] if 0 <= index < len(self._hidden) else None
 
@@ -120,7 +123,7 @@ class CommittedText(ABC):
             raise RequestError(f"cannot roll back to {length}, inside of an image whose rows attend to later ones; go to its beginning")
 
     def check_state(self, tokens: Sequence[int], rows: KvRows) -> None:
-        """Raises RequestError unless these can be all rows of `tokens`."""
+        """Raises RequestError unless the number and size of `rows` are right for a text of `tokens`."""
         self.require_open()
         length, (full, sliding) = len(tokens), self.row_bytes
         if not 0 < length <= self.context:
@@ -138,11 +141,11 @@ class CommittedText(ABC):
 
     def _write(self) -> None:
         forwards, self._unwritten = self._unwritten, []
-        for start, ids in forwards:  # of which some were rolled back, and others follow in their place
+        for start, ids in forwards:  # tokens that were rolled back are overwritten by those of later forwards
             self._tokens[start : start + len(ids)] = ids
 
     def take_hidden(self, rows: NDArray[np.float32]) -> None:
-        """Takes the hidden rows [n, hidden_size] of the newest n tokens, a view."""
+        """Keeps a view of the hidden rows [n, hidden_size] of the newest n tokens."""
         self._hidden_start = self.length - len(rows)
         self._hidden = rows
 
@@ -154,7 +157,7 @@ class CommittedText(ABC):
     @property
     @abstractmethod
     def rollback_floor(self) -> int:
-        """The smallest length above 0 that a rollback can go to."""
+        """The smallest length above 0 that a rollback accepts."""
 
     @abstractmethod
     def require_open(self) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a backend for code that opens bundles: its options, the pair it opens, and the facts it reports of its library."""
+"""What a backend offers to code that opens bundles: its options, the opened pair, and facts about its library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edge_runtime.drafting.policies import DrafterKind
 from edge_runtime.interfaces import Drafter, DraftRequest, Logits, SequenceBatch, Target, Vocabulary
 from edge_runtime.media.soft_rows import Encoder, LazyEncoder, Room
 
-# The kinds of devices, by which one may be asked for.
+# The kinds of devices. A user may ask for a kind instead of a device's name.
 CPU, GPU, NPU = "cpu", "gpu", "npu"
 NO_KERNELS = "no row kernels: standard operators"
 _ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
@@ -24,10 +24,11 @@ _ENCODERS = (MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER)
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """A bundle that is to be opened for `sequences` requests at once. Options that are None or False were not asked for.
+    """A bundle to open, for `sequences` simultaneous requests. An option that is None was not asked for.
 
-    `drafter` None takes the fastest kind. `memory_limit` is in bytes. `device` names a device or its kind (gpu, npu).
-    `packed_cache` keeps packed weights between starts. `notify` gets sentences about slow steps; `waiting` shows them.
+    `drafter` None takes the fastest kind. `memory_limit` is in bytes. `image_rows` is the most rows of one image. `device` names a device
+    or its kind (gpu, npu). `packed_cache` keeps packed weights between starts. `notify` gets sentences about slow steps; `waiting` shows
+    their progress.
     """
 
     bundle: Bundle
@@ -56,7 +57,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """A device beside the CPU: its name, and in one line what its results depend on: hardware, plug-in and drivers."""
+    """A device other than the CPU. `driver` is one line that states all its results depend on: hardware, plug-in and drivers."""
 
     name: str
     driver: str
@@ -64,13 +65,16 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedPair:
-    """A pair in memory: a target and a drafter for each sequence, all closed with `batch`.
+    """A pair in memory: a target and a drafter for each sequence. Closing `batch` closes all of them.
 
-    `speed_facts` are what its speed depends on beside files, threads and machine; `answer_facts` what its answers depend on beside files,
-    context and machine; `row_kernel_facts` what the bits of K/V rows depend on beside files, K/V type and machine. `exported_parity` is
-    what the export measured with these files. `row_kernels` names the variant of the project's own kernels that multiplies, None for stock
-    ones; `stock_attention` says that the engine's own attention reads K/V rows beside them. `set_threads` is None where all phases run on
-    as many threads. `accelerator` computes in the CPU's place; whoever opened it compares both before it is trusted.
+    The facts are parts of cache keys. `speed_facts`: what the speed depends on, besides files, threads and machine. `answer_facts`: what
+    answers depend on, besides files, context and machine. `row_kernel_facts`: what the bits of K/V rows depend on, besides files, K/V type
+    and machine.
+
+    `exported_parity` is what the export measured with these files. `row_kernels` names the variant of the project's own kernels that
+    multiplies, None if the engine's kernels do; `stock_attention` says that attention uses the engine's kernels even so. `set_threads` is
+    None where all phases must run on the same number of threads. `accelerator` computes instead of the CPU; the caller compares its
+    results with the CPU's before using it.
     """
 
     batch: SequenceBatch
@@ -89,37 +93,37 @@ class OpenedPair:
 
 
 class Backend(Protocol):
-    """One library that runs bundles; `open.py` of its folder has one as BACKEND. Importing that loads no library.
+    """A library that runs bundles. `open.py` in its folder defines BACKEND; importing that module does not load the library.
 
-    `options` are those of `OpenRequest.special_options` that it has.
+    `options` are the names in `OpenRequest.special_options` that it supports.
     """
 
     options: frozenset[str]
     max_sequences: int
 
     def accelerators(self) -> dict[str, str]:
-        """Returns the names of the devices beside the CPU, those by software left out, and in one line what their results depend on."""
+        """Returns the devices other than the CPU, software devices left out: each name with the line of `Accelerator.driver`."""
 
     def missing_device(self, name: str, /) -> str | None:
         """Returns a sentence that names the available devices if the requested device is not usable here; None if it is."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns the `version` and features of its library, which it loads: on a wrong processor that may end the process.
+        """Loads its library and returns its `version` and features, as plain values under stable keys.
 
-        `row_kernels` is the variant of the project's own kernels that multiplies, None for stock ones. Plain values under stable keys.
+        `row_kernels` is as in `OpenedPair`. A library that was built for another processor may end the process.
         """
 
     def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-        """Returns what `edge-run doctor` prints of it: subject, "ok" or "missing", and a sentence. No subject: that of the row before."""
+        """Returns rows for `edge-run doctor`: subject, "ok" or "missing", and a sentence. An empty subject repeats the one before."""
 
     def remedy(self, version: str) -> str | None:
-        """A sentence: what to do if this version of the library crashes the process."""
+        """Returns a sentence that says what to do if this version of the library crashes the process, or None."""
 
     def open(self, request: OpenRequest) -> OpenedPair:
-        """Opens the pair; its options were checked.
+        """Opens the pair. The caller has checked the options.
 
         Raises RequestError if it does not fit into memory, BundleError if the bundle lacks the drafter, BackendError if a file does not
-        load; then nothing stays open.
+        load. After an error, nothing stays open.
         """
 
 
@@ -145,14 +149,14 @@ class SingleSequence:
 
 
 def kernel_finding(row_kernels: str | None, stock_reason: str | None) -> tuple[str, str, str]:
-    """Returns the finding about the project's own kernels; `stock_reason` says why there are none."""
+    """Returns the row of `edge-run doctor` about the project's own kernels; `stock_reason` says why they are not used."""
     if row_kernels is None:
         return "row kernels", "missing", f"{NO_KERNELS}; {stock_reason}"
     return "row kernels", "ok", f"{row_kernels}: all drafts of a step are checked in one reading of the weights"
 
 
 def lazy_encoder(bundle: Bundle, format: str, load: Callable[[], Encoder], room: Room) -> LazyEncoder | None:
-    """Returns the encoder of images and sound from the bundle's files of a format; None if it has none."""
+    """Returns the encoder of images and sound in the bundle's files of this format; None if there is none."""
     files = [file for file in bundle.manifest.files if file.format.startswith(format) and file.role.removesuffix("_data") in _ENCODERS]
     if bundle.manifest.media is None or not files:
         return None

@@ -1,6 +1,6 @@
-"""The backends there are, which of them can run a bundle, and which was measured to be fastest on this machine.
+"""Which backends exist, which of them can run a bundle, and which was measured to be the fastest on this machine.
 
-Only what can run a bundle, by its files and the installed libraries, is imported.
+A backend is imported only if the bundle has files for it and its library is installed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from edge_runtime.calibration.measured import MeasuredValue
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 
 BackendKind = str
-# A backend on the CPU, "llama", or a backend and a device, "llama vulkan0".
+# A backend on the CPU ("llama"), or a backend and a device ("llama vulkan0").
 BackendChoice = str
-# As the name of a device: the fastest there is.
+# Accepted instead of a device's name: the fastest device of the machine, or its first one of a kind.
 AUTO = "auto"
-# As the name of a device: the first of this kind that there is.
 KINDS = ("gpu", "npu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendCard:
-    """What is known of a backend without its code: its display name, its target's file format, its library's module and package.
+    """Facts about a backend that need no import of its code.
 
-    `compiled`: installing the package compiles it.
+    `title` is its display name, `format` the file format of the target, `library` the module to import, `package` the package to
+    install. `compiled`: the package is compiled when it is installed.
     """
 
     title: str
@@ -46,7 +46,8 @@ class BackendCard:
     compiled: bool = False
 
 
-# A backend is a folder here with an `open.py`, an extra of the package of the same name, and a line; of equals the first is taken.
+# To add a backend: a folder here with an `open.py`, an extra of the same name in pyproject.toml, and a line here. Where several fit a
+# bundle equally well, the first one is taken.
 CARDS: dict[BackendKind, BackendCard] = {
     "llama": BackendCard(title="llama.cpp", format="gguf", library="llama_cpp", package="llama-cpp-python", compiled=True),
     "onnx": BackendCard(title="ONNX Runtime", format="onnx", library="onnxruntime", package="onnxruntime"),
@@ -60,12 +61,12 @@ def backend_of(choice: BackendChoice) -> BackendKind:
 
 
 def device_of(choice: BackendChoice) -> str | None:
-    """Returns the device of a choice; None is the CPU."""
+    """Returns the device of a choice; None stands for the CPU."""
     return choice.partition(" ")[2] or None
 
 
 def title(choice: BackendChoice) -> str:
-    """Returns a choice's name for people: "ONNX Runtime", "llama.cpp on vulkan0"."""
+    """Returns a choice's display name: "ONNX Runtime", "llama.cpp on vulkan0"."""
     device = device_of(choice)
     return CARDS[backend_of(choice)].title + (f" on {device}" if device else "")
 
@@ -98,7 +99,7 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
 
 
 def check_device(bundle: Bundle, requested: BackendKind | None, name: str) -> None:
-    """Raises RequestError if no usable backend computes on a device of that name here; `cpu` and `auto` are on every machine."""
+    """Raises RequestError if no usable backend finds a device of that name on this machine; `cpu` and `auto` always pass."""
     if name.lower() in (CPU, AUTO):
         return
     refusals = [load_backend(kind).missing_device(name) for kind in usable_backends(bundle, requested)]
@@ -107,7 +108,7 @@ def check_device(bundle: Bundle, requested: BackendKind | None, name: str) -> No
 
 
 def fitting_backends(request: OpenRequest, requested: BackendKind | None) -> list[BackendKind]:
-    """Returns the usable backends that have all options of a request. Raises as `usable_backends` and `check_options` do."""
+    """Returns the usable backends that support all options of a request. Raises as `usable_backends` and `check_options` do."""
     usable = usable_backends(request.bundle, requested)
     refusals = {kind: _refusal(kind, request) for kind in usable}
     fitting = [kind for kind, refusal in refusals.items() if refusal is None]
@@ -117,7 +118,7 @@ def fitting_backends(request: OpenRequest, requested: BackendKind | None) -> lis
 
 
 def check_options(kind: BackendKind, request: OpenRequest) -> None:
-    """Raises RequestError for an option that the backend does not have."""
+    """Raises RequestError if the backend does not support an option of the request."""
     if (refusal := _refusal(kind, request)) is not None:
         raise RequestError(refusal)
 
@@ -135,7 +136,7 @@ def _refusal(kind: BackendKind, request: OpenRequest) -> str | None:
 
 
 def has_options(kind: BackendKind, options: Sequence[str], *, sequences: int = 1) -> bool:
-    """Whether a backend has these options and runs so many sequences at once."""
+    """Whether a backend supports these options and this number of simultaneous sequences."""
     backend = load_backend(kind)
     return backend.options.issuperset(options) and sequences <= backend.max_sequences
 
@@ -146,16 +147,16 @@ def _others_with(option: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendRates:
-    """Tokens per second, or per joule, to be expected of each backend, or of each device, with the policy's best rounds.
+    """The expected tokens per second, or per joule, of each backend or device, at the policy's best draft length.
 
-    `bundle` is its folder's name.
+    `bundle` is the name of the bundle's folder.
     """
 
     bundle: str
     rates: Mapping[BackendChoice, float]
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what cannot be rates of backends."""
+        """Raises ValueError unless there are rates, all are of known backends, and all are positive."""
         if (
             not self.rates
             or not {backend_of(choice) for choice in self.rates} <= set(BACKENDS)
@@ -165,11 +166,11 @@ class BackendRates:
 
     @property
     def fastest(self) -> BackendChoice:
-        """The backend, or its device, of the highest rate."""
+        """The backend or device with the highest rate."""
         return max(self.rates, key=self.rates.__getitem__)
 
     def sentence(self) -> str:
-        """What was found, for people."""
+        """Returns the comparison in words."""
         best = self.fastest
         others = [f"{self.rates[best] / rate:.2f} times the speed of {title(other)}" for other, rate in self.rates.items() if other != best]
         return f"{title(best)}, {', '.join(others)}" if others else f"{title(best)}, the only one that opens it"
@@ -185,9 +186,9 @@ def measured_rates(
     rate_of: Callable[[BackendChoice], float],
     notify: Callable[[str], None],
 ) -> BackendRates:
-    """Returns the cached rates of the bundle with these facts on this machine; without any, measures each of `choices` by `rate_of`.
+    """Returns the rates that are cached for these facts on this machine. If there are none, measures each of `choices` by `rate_of`.
 
-    A backend or a device that cannot open the bundle has no rate. Raises its error if that is so of all.
+    A choice that cannot open the bundle is left out. If all fail, the first error is raised.
     """
 
     def measure(_: Report, __: object) -> BackendRates:
@@ -212,7 +213,7 @@ def measured_rates(
 
 
 def kept_rates(facts: Sequence[object], choices: Sequence[BackendChoice]) -> BackendRates | None:
-    """Returns the kept rates of the bundle with these facts on this machine; measures nothing."""
+    """Returns the rates that are cached for these facts on this machine, or None; measures nothing."""
     known = _RATES.known(_rates_key(facts), fits=lambda known: set(known.rates) <= set(choices))
     return None if known is None else known.value
 
@@ -223,11 +224,11 @@ def _rates_key(facts: Sequence[object]) -> str:
 
 
 def cached_choices() -> Iterator[BackendRates]:
-    """Returns what was measured on this machine, or on another one with the same cache folder."""
+    """Returns all cached rates, also those of other machines that share the cache folder."""
     return (rates for _, rates in _RATES.kept())
 
 
-# Describes one installed backend in a child process: a build that does not suit the processor dies on loading.
+# A child process describes an installed backend: a build for another processor may crash when it is loaded.
 CHILD_COMMAND = limited_command("edge_runtime.backends.selection")
 TIMEOUT_SECONDS = 60.0
 
@@ -235,7 +236,7 @@ TIMEOUT_SECONDS = 60.0
 def ask_backend(
     kind: BackendKind, child_command: Sequence[str] = CHILD_COMMAND, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> dict[str, Any]:
-    """Returns what a backend describes of its library (`interface.Backend.describe`), or {"error": a sentence} if it cannot be used.
+    """Returns a backend's description of its library (`interface.Backend.describe`), or {"error": a sentence} if it cannot be used.
 
     Raises BackendError if no child process can be started.
     """

@@ -1,1 +1,1 @@
-"""Matrix products for few rows: C++ kernels that read quantized weights once for a whole verify, built with the package."""
+"""The row kernels: C++ matrix products for few rows, which read quantized weights once for a whole verify. Built with the package."""

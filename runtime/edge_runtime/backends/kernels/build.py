@@ -1,9 +1,9 @@
-"""Compiles the kernels with zig's C++ compiler, which is a wheel and knows every target.
+"""Compiles the kernels with zig's C++ compiler, which installs as a wheel and compiles for every target.
 
     python runtime/edge_runtime/backends/kernels/build.py [TARGET [FOLDER]]
 
-The project's own build calls it (hatch_build.py), and `edge-export package` for a device. Output depends on the sources and the compiler's
-version alone.
+The project's own build calls it (hatch_build.py), and so does `edge-export package` for a device. The output depends only on the sources
+and the compiler's version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "lib"
-# What runs on any processor of the architecture, and the files that need more, each with the processor it is compiled for.
+# The sources for any processor of the architecture; and those that need a newer one, each with the processor that it is compiled for.
 _COMMON = (
     *(
         "c_api.cpp",
@@ -43,7 +43,7 @@ _COMMON = (
 )
 _VARIANTS = {
     "x86_64": {
-        # float16; they run only where a variant does
+        # they need float16 instructions; called only if a variant can run
         "pack.cpp": "x86_64_v3",
         "ggml/weights.cpp": "x86_64_v3",
         "x86/rows_avx2.cpp": "x86_64_v3",
@@ -59,14 +59,14 @@ _VARIANTS = {
     },
 }
 _BASE = {"x86_64": "x86_64_v2", "aarch64": "cortex_a53"}
-# The oldest systems: glibc 2.17 is that of every manylinux wheel since 2014; macOS 11 is the first on ARM.
+# The oldest supported systems: glibc 2.17 is that of manylinux2014 wheels; macOS 11 is the first on ARM.
 TARGETS = {
     ("Linux", "x86_64"): "x86_64-linux-gnu.2.17",
     ("Linux", "aarch64"): "aarch64-linux-gnu.2.17",
     ("Darwin", "arm64"): "aarch64-macos.11.0",
     ("Darwin", "x86_64"): "x86_64-macos.11.0",
 }
-# No contraction: a product and a sum are one operation where the source says fma, and two elsewhere, on every processor.
+# Contraction is off, so that every processor rounds alike: a product and a sum are fused only where the source calls fma.
 _FLAGS = (
     *("-std=c++20", "-O2", "-g0", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-nostdinc++"),
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden", "-fno-sanitize=all", "-Wall", "-Wextra", "-Werror"),
@@ -74,18 +74,18 @@ _FLAGS = (
 
 
 def host_target() -> str | None:
-    """Returns the target of the machine this runs on, None where there is none."""
+    """Returns the target for this machine, None if it is not supported."""
     return TARGETS.get((platform.system(), platform.machine()))
 
 
 def library_name(target: str) -> str:
-    """Returns the file name of the library for a target: the one that `loader` asks for there."""
+    """Returns the file name of the library for a target, which `loader` looks for there."""
     system, machine = next(place for place, name in TARGETS.items() if name == target)
     return f"libedge_rows-{system.lower()}-{machine}{'.dylib' if system == 'Darwin' else '.so'}"
 
 
 def variants(target: str) -> tuple[str, ...]:
-    """Returns the names of the variants in the library for a target, as `loader.usable_variants` has them, from the simplest on."""
+    """Returns the names of the variants in the library for a target, the simplest first; `loader.usable_variants` has the same names."""
     sources = [Path(name).stem for name in _VARIANTS[target.partition("-")[0]]]
     return tuple(name.removeprefix("rows_") for name in sources if name.startswith("rows_"))
 
@@ -93,10 +93,10 @@ def variants(target: str) -> tuple[str, ...]:
 def build(
     target: str, folder: Path, flags: Sequence[str] = (), *, cache: Path | None = None, report: Callable[[float], None] = lambda _: None
 ) -> Path:
-    """Compiles the library for `target` into `folder`, with more `flags`; returns its path.
+    """Compiles the library for `target` into `folder`, with additional `flags`; returns its path.
 
-    `cache` keeps zig's results for the next time, unless zig's own variables name another folder. `report` gets the share that is done.
-    Raises RuntimeError with the compiler's words if that fails.
+    `cache` is a folder that keeps zig's results for the next build, unless zig's own variables name another one. `report` gets the share
+    that is done. Raises RuntimeError with the compiler's message if a file does not compile.
     """
     processor = _BASE[target.partition("-")[0]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,11 +104,11 @@ def build(
     with tempfile.TemporaryDirectory(prefix="edge-mtp-kernels-") as scratch:
         cache = cache or Path(scratch)
         objects = compile_objects(target, Path(scratch), flags, cache=cache, report=report)
-        # The C library is that of the process that loads this one: zig would first compile its own for a minute.
+        # Not linked to a C library, since the loading process has one: zig would first compile its own, which takes a minute.
         system = ["-undefined", "dynamic_lookup"] if "macos" in target else ["-Wl,-z,max-page-size=16384"]
         partial = f"{scratch}/{path.name}"
         run_compiler(["-target", target, f"-mcpu={processor}", "-shared", "-s", "-nostdlib", *system, *objects, "-o", partial], cache)
-        # A new file in the old one's place: a program that runs on the old one keeps it.
+        # Replaced rather than overwritten, so that a running program keeps the old library.
         fresh = path.with_suffix(".new")
         fresh.write_bytes(Path(partial).read_bytes())
         fresh.replace(path)
@@ -124,9 +124,9 @@ def compile_objects(
     cache: Path | None = None,
     report: Callable[[float], None] = lambda _: None,
 ) -> list[str]:
-    """Compiles the library's sources, but those that begin with a word of `without`, into object files in `folder`; returns their paths.
+    """Compiles the library's sources into object files in `folder`; returns their paths. Skips paths with a prefix in `without`.
 
-    `cache` (else `folder`) and `report` are as in `build`. Raises RuntimeError with the compiler's words if that fails.
+    `cache` (default: `folder`) and `report` are as in `build`. Raises RuntimeError with the compiler's message if a file does not compile.
     """
     architecture = target.partition("-")[0]
     jobs = [(name, _BASE[architecture]) for name in _COMMON] + list(_VARIANTS[architecture].items())
@@ -150,7 +150,7 @@ def compile_objects(
 
 
 def run_compiler(arguments: Sequence[str], cache: Path) -> None:
-    """Runs zig's C++ compiler; its caches lie in `cache` unless zig's own variables name others. Raises RuntimeError if it fails."""
+    """Runs zig's C++ compiler, with its caches in `cache` unless zig's own variables name others. Raises RuntimeError if it fails."""
     environment = {"ZIG_LOCAL_CACHE_DIR": f"{cache}/local", "ZIG_GLOBAL_CACHE_DIR": f"{cache}/global"} | os.environ
     result = subprocess.run(
         [sys.executable, "-P", "-m", "ziglang", "c++", *arguments], capture_output=True, text=True, env=environment, check=False
@@ -160,7 +160,7 @@ def run_compiler(arguments: Sequence[str], cache: Path) -> None:
 
 
 def main() -> None:
-    """Compiles for the target and into the folder that are named, or for this machine and into the package."""
+    """Compiles for the target and into the folder of the command line; by default for this machine and into the package."""
     target = sys.argv[1] if len(sys.argv) > 1 else host_target()
     if target is None:
         sys.exit(f"Error: there are no kernels for {platform.system()} on {platform.machine()}")

@@ -1,4 +1,4 @@
-"""A draft as one call of the kernels' library: the drafter's weights, packed once, on K/V rows where the engine has them.
+"""A whole draft in one call of the kernels' library, with weights that were packed once, on the K/V rows in the engine's own memory.
 
 The structures are those of src/draft/model.h and src/draft/stop_rule.h.
 """
@@ -22,12 +22,12 @@ _POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 FLOAT_ROWS, HALF_ROWS, Q8_ROWS, Q4_ROWS, INT8_ROWS = range(5)
 _ROW_TYPES = {np.float32: FLOAT_ROWS, np.float16: HALF_ROWS, np.int8: INT8_ROWS}
 _LEVELS, _GGUF = 1, 2
-# Tables of a stop rule that may go on behind its longest draft.
+# Tables of a stop rule that may have entries for more than its longest draft.
 _LONGER = ("row_costs", "further")
-# The place of the norm of queries among those of a layer.
-_OF_QUERIES = 1
+# The index of the query norm among the norms of a layer.
+_QUERY_NORM = 1
 _CHOOSE = ctypes.CFUNCTYPE(_NUMBER, _NUMBER, _NUMBER)
-# Ends a draft before a token; below it, a token that is the last one.
+# Returned by `choose` to end the draft without a token; -2 - token ends it with that token.
 _NO_TOKEN = -1
 
 
@@ -58,7 +58,7 @@ class _Shape(ctypes.Structure):
 
 
 class KvSource(ctypes.Structure):
-    """The K/V rows that some layers read; addresses and steps in bytes."""
+    """The K/V rows that some of the drafter's layers read; addresses and strides are in bytes."""
 
     _fields_ = (
         *((name, _NUMBER) for name in ("type", "kv_heads", "count")),
@@ -91,7 +91,9 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelMatrix:
-    """A matrix [outputs, inputs] as MatMulNBits stores it: `levels` uint8 of `bits` each, `scales` float32 [outputs, inputs / block]."""
+    """A matrix [outputs, inputs] in the format of MatMulNBits: `levels` of `bits` bits, packed in uint8, and `scales` float32
+    [outputs, inputs / block].
+    """
 
     levels: NDArray[np.uint8]
     scales: NDArray[np.float32]
@@ -101,7 +103,7 @@ class LevelMatrix:
     block: int
 
     def described(self) -> _Matrix:
-        """Raises ValueError for levels or scales of another type or size."""
+        """Returns the structure for C. Raises ValueError if levels or scales have another type or size."""
         elements = self.outputs * self.inputs
         levels = handed(self.levels, np.uint8, elements * self.bits // 8)
         scales = handed(self.scales, np.float32, elements // max(1, self.block))
@@ -110,7 +112,9 @@ class LevelMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufMatrix:
-    """A matrix [outputs, inputs] as a GGUF file has it, in the ggml type of that number. Floats are read while drafts are made."""
+    """A matrix [outputs, inputs] in the ggml type of that number, as in a GGUF file. Quantized ones are packed once; floats are read in
+    place at each draft.
+    """
 
     type: int
     data: NDArray[np.uint8]
@@ -119,14 +123,14 @@ class GgufMatrix:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row. Raises ValueError for a type that is none."""
+        """Bytes of a row. Raises ValueError for an unknown type."""
         if self.type not in TENSOR_TYPES:
             raise ValueError("the type of a matrix")
         stored = TENSOR_TYPES[self.type]
         return self.inputs // stored.weights * stored.bytes
 
     def described(self) -> _Matrix:
-        """Raises ValueError for data of another type or size."""
+        """Returns the structure for C. Raises ValueError if the data have another type or size."""
         data = handed(self.data, np.uint8, self.outputs * self.row_bytes)
         return _Matrix(_GGUF, self.type, self.row_bytes, self.outputs, self.inputs, data, None)
 
@@ -136,8 +140,12 @@ Matrix = LevelMatrix | GgufMatrix
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLayer:
-    """A layer: matrices of queries, output, gates, values and down; norms before attention, of queries, behind attention, before and
-    behind the feed-forward; the factor of its output; which source of K/V rows it reads."""
+    """A layer of the drafter.
+
+    - `matrices`: query, attention output, and of the feed-forward gate, up and down.
+    - `norms`: before attention, of queries, after attention, before and after the feed-forward.
+    - `dim`: width of a head; `factor`: scale of the layer's output; `source`: which source of K/V rows it reads.
+    """
 
     matrices: tuple[Matrix, ...]
     norms: tuple[NDArray[np.float32], ...]
@@ -148,7 +156,10 @@ class DraftLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseHeadWeights:
-    """Centroids [C, hidden], whose tokens' rows lie together in the head's matrix; `order` int32 [C, K]: whose they are."""
+    """A head that scores only the tokens of the `top` best centroids.
+
+    `centroids` is [C, hidden]. The head's rows are grouped by centroid; `order` int32 [C, K] has the token of each row.
+    """
 
     centroids: Matrix
     order: NDArray[np.int32]
@@ -157,9 +168,11 @@ class SparseHeadWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftWeights:
-    """A drafter: projections [hidden, 2 target] and [target, hidden], layers, head.
+    """The weights of a drafter.
 
-    `embedding` is the target's [vocabulary, target], times `factor`; rows of a GGUF type are expanded by ggml's own function `read`.
+    `before` [hidden, 2 x target] and `after` [target, hidden] project from and to the target's width. `rows` is the output head.
+    `embedding` [vocabulary, target] is the target's table, scaled by `factor`; `read` is the address of ggml's function that expands one of
+    its rows, if it is of a GGUF type.
     """
 
     heads: int
@@ -176,19 +189,19 @@ class DraftWeights:
 
 
 def can_draft() -> bool:
-    """Whether the library is there, has a variant for this processor, and is of this build."""
+    """Whether the library exists, has a variant for this processor, and is new enough to draft."""
     return variant() is not None and hasattr(load_library(), "edge_draft_new")
 
 
 class NativeDraft:
-    """A drafter in memory. `sources` name the K/V rows of the next call. `close` frees it; then no other method may be called."""
+    """A drafter in memory. `sources` describe the K/V rows for the next call. After `close`, no other method may be called."""
 
     def __init__(self, weights: DraftWeights, *, longest: int, threads: int = 1, name: str | None = None, library: Any = None) -> None:
-        """`longest`: the most tokens of a draft; with `threads` above 1 a second one helps, and numbers stay the same.
+        """`longest`: the most tokens of a draft. If `threads` is above 1, one more thread helps, with the same results.
 
-        `name`: a variant, the chosen one if None; `library`: another build of the kernels.
+        `name`: a variant of the kernels (None: the one in use); `library`: another build of the kernels.
 
-        Raises ValueError, with a word of what, for weights that no kernel takes or that do not fit together.
+        Raises ValueError, which names the part, if no kernel supports the weights or if they do not fit together.
         """
         self._library = cast("Any", library or load_library())
         self._library.edge_draft_new.restype = _POINTER
@@ -213,7 +226,7 @@ class NativeDraft:
             probabilities=handed(self._probabilities, np.float32, longest),
         )
         self._reference = ctypes.byref(self._call)
-        self._threshold, self._asked = 0.0, False  # as in `_call`
+        self._threshold, self._asked = 0.0, False  # what `_call` contains
         self._rule = _Rule()
         self._rule_address = ctypes.addressof(self._rule)
         self._numbers: tuple[NDArray[np.float64], ...] = ()
@@ -221,12 +234,12 @@ class NativeDraft:
         self._scores, self._candidates = self._views()
         self._sampler: DraftSampler | None = None
         self._should_continue: ShouldContinue | None = None
-        self._rule_source: ShouldContinue | None = None  # what was asked last whether it is a rule, and the answer
+        self._rule_source: ShouldContinue | None = None  # the newest `should_continue`, and below the same if it is a StopRule
         self._stop_rule: StopRule | None = None
         self._error: BaseException | None = None
 
     def rotations(self, number: int, *tables: NDArray[np.float32]) -> tuple[int, ...]:
-        """Returns where cosines or sines [..., dim / 2] lie, for the layers of the source of that number.
+        """Returns the addresses of cosines or sines [..., dim / 2] float32, for the layers that read source `number`.
 
         Raises ValueError for tables of another type or width.
         """
@@ -252,10 +265,11 @@ class NativeDraft:
         *,
         min_probability: float = 0.0,
     ) -> list[int]:
-        """Drafts behind the token `last` and its `hidden` row float32 [target], a view, on the rows that `sources` name.
+        """Drafts after the token `last` and a `hidden` row float32 [target], with the K/V rows in `sources`.
 
-        Without either of them a draft ends before a token that the drafter gives less than `min_probability`. Raises what they raise, and
-        ValueError for a row of another type or size, or a longer draft.
+        `hidden` is the target's hidden row of the token before `last`. `min_probability` counts only without `sampler` and
+        `should_continue`: the draft then ends before a less likely token. Raises what these callbacks raise, and ValueError for a hidden
+        row of another type or size, or for a draft longer than `longest`.
         """
         call = self._call
         if draft_length > self._longest:
@@ -268,7 +282,7 @@ class NativeDraft:
             self._rule_source = should_continue
             self._stop_rule = should_continue if isinstance(should_continue, StopRule) else None
         rule = self._stop_rule if sampler is None else None
-        call.rule = None if rule is None else self._handed_over(rule.numbers())
+        call.rule = None if rule is None else self._rule_for(rule.numbers())
         asked = sampler is not None or (should_continue is not None and rule is None)
         if asked is not self._asked:
             self._asked, call.choose = asked, self._choose if asked else self._likeliest
@@ -287,8 +301,8 @@ class NativeDraft:
         tokens: list[int] = self._tokens[: call.drafted].tolist()
         return tokens
 
-    def _handed_over(self, numbers: StopNumbers) -> int:
-        """The address of a rule's numbers."""
+    def _rule_for(self, numbers: StopNumbers) -> int:
+        """Copies a rule's numbers into the structure for C, and returns its address."""
         rule = self._rule
         if numbers.tables is not self._numbers:
             self._numbers, bins, lengths = numbers.tables, len(numbers.tables[3]), len(numbers.tables[2])
@@ -303,7 +317,7 @@ class NativeDraft:
         return self._rule_address
 
     def _chosen(self, number: int, likeliest: int) -> int:
-        """What DraftCall::choose returns. An error ends the draft: it cannot pass through C."""
+        """Implements DraftCall::choose. An exception cannot pass through C, so it ends the draft and is raised again in `run`."""
         try:
             token: int | None = likeliest
             if self._sampler is not None:
@@ -317,14 +331,14 @@ class NativeDraft:
         return token if more else _NO_TOKEN - 1 - token
 
     def close(self) -> None:
-        """Frees it. Harmless when done twice."""
+        """Frees the weights. Can be called twice."""
         if self._model is not None:
             self._library.edge_draft_free(self._model)
             self._model = None
 
 
 class ArrayRows:
-    """K/V rows [1, kv_heads, rows, dim] in two arrays, as the source of a drafter, with the rotations [positions, dim / 2] of queries."""
+    """K/V rows [1, kv_heads, rows, dim] in two arrays as a source of a drafter, and the tables [positions, dim / 2] that rotate queries."""
 
     def __init__(
         self,
@@ -334,9 +348,9 @@ class ArrayRows:
         rotations: tuple[NDArray[np.float32], NDArray[np.float32]],
         scales: tuple[NDArray[np.float32], ...] = (),
     ) -> None:
-        """Keys and values; cosines and sines; of int8 rows the `scales` of both [kv_heads x dim].
+        """`arrays`: keys and values; `rotations`: cosines and sines; `scales` [kv_heads x dim] of both, for int8 rows only.
 
-        Raises ValueError for what the drafter's layers do not read.
+        Raises ValueError if the drafter's layers cannot read the rows.
         """
         kind, dim = arrays[0].dtype.type, draft._dims[number]
         if kind not in _ROW_TYPES or any(array.shape != arrays[0].shape or array.shape[3] != dim for array in arrays):
@@ -356,9 +370,9 @@ class ArrayRows:
             source.key_scales, source.value_scales = (handed(part, np.float32, heads * dim) for part in scales)
 
     def select(self, first: int, count: int, position: int) -> None:
-        """The next draft, at that position, reads `count` rows from `first` on.
+        """Makes the next draft read `count` rows from `first` on, at position `position`.
 
-        Raises ValueError for rows or a position beyond the arrays.
+        Raises ValueError for rows or a position outside the arrays.
         """
         if first < 0 or first + count > self._rows or not 0 <= position < self._positions:
             raise ValueError(f"{count} rows from {first} on at {position}")
@@ -369,11 +383,11 @@ class ArrayRows:
 
 
 def _described(weights: DraftWeights, sources: int) -> _Shape:
-    """The structure for C; arrays must stay where they are."""
+    """Returns the structure for C. It has addresses of the weights' arrays, which the caller keeps alive."""
     layers = (_Layer * len(weights.layers))()
     for to, layer in zip(layers, weights.layers, strict=True):
         to.matrices = (_Matrix * 5)(*(matrix.described() for matrix in layer.matrices))
-        sizes = (layer.dim if place == _OF_QUERIES else weights.before.outputs for place in range(5))
+        sizes = (layer.dim if place == _QUERY_NORM else weights.before.outputs for place in range(5))
         to.norms = (_POINTER * 5)(*(handed(norm, np.float32, size) for norm, size in zip(layer.norms, sizes, strict=True)))
         to.dim, to.source, to.factor = layer.dim, layer.source, layer.factor
     before, after, rows, embedding, sparse = weights.before, weights.after, weights.rows, weights.embedding, weights.sparse
@@ -393,7 +407,7 @@ def _described(weights: DraftWeights, sources: int) -> _Shape:
         embedding=embedding.described(),
         factor=weights.factor,
     )
-    shape._layers = layers  # kept until the call
+    shape._layers = layers  # keeps the array alive as long as the structure
     if sparse is not None:
         shape.centroids, shape.per_centroid = sparse.order.shape
         shape.top, shape.centroid_rows = sparse.top, sparse.centroids.described()

@@ -1,7 +1,7 @@
-"""The kernels inside ggml's CPU backend: an extra buffer type that packs weights when they are loaded and multiplies with them.
+"""Adds the kernels to ggml's CPU backend, as an extra buffer type that packs weights when they are loaded and multiplies with them.
 
-No patch to llama.cpp: libggml-cpu exports the list of such buffer types as a C++ symbol. Structures behind it are no stable interface;
-src/ggml/facts.h has those of the one release of llama-cpp-python that the runtime is pinned to.
+This needs no patch to llama.cpp, because libggml-cpu exports its list of such buffer types as a C++ symbol. The structures behind it are no
+stable interface: src/ggml/facts.h describes those of the one release of llama-cpp-python that the runtime is pinned to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edge_runtime.backends.kernels.draft import KvSource
 from edge_runtime.backends.kernels.loader import handed, load_library, stock_reason
 
-# In the order of struct Functions in src/ggml/facts.h.
+# The order is that of struct Functions in src/ggml/facts.h.
 FUNCTIONS = (
     "ggml_backend_buffer_init",
     "ggml_nbytes",
@@ -33,15 +33,16 @@ FUNCTIONS = (
     "ggml_threadpool_chunk_add",
     *(f"ggml_compute_forward_{operation}" for operation in ("add", "mul", "rms_norm", "scale", "cont", "rope", "unary", "fwht")),
 )
-# C++'s operator new: the list belongs to a vector, which may free it.
+# C++'s operator new: the list of buffer types is a std::vector, which may free the memory that we allocate for it.
 _NEW = "_Znwm"
 _switched_on = True
 
 
 def register(llama: Any) -> str | None:
-    """Adds the buffer type to the loaded libllama. Returns None, or a sentence that says why stock kernels multiply.
+    """Adds the buffer type to the loaded libllama. Returns None, or a sentence that says why the stock kernels are used instead.
 
-    Must come before the first model is loaded. `llama` is the ctypes library: its dependencies, ggml's libraries, are searched with it.
+    Must be called before the first model is loaded. `llama` is the ctypes library; symbols of its dependencies, ggml's libraries, are
+    found through it.
     """
     kernels, reason = _kernels(), stock_reason()
     if kernels is None or reason is not None:
@@ -56,9 +57,9 @@ def register(llama: Any) -> str | None:
 
 
 def switch(enabled: bool) -> None:
-    """Switches the kernels for models that are loaded from now on, and the attention of all models; registering switches them on.
+    """Switches the kernels on or off: for models that are loaded from now on, and for the attention of all models.
 
-    Models that were loaded with the kernels do not run while they are off.
+    Initially they are on. A model that was loaded with the kernels cannot run while they are off.
     """
     global _switched_on
     _switched_on = enabled
@@ -73,23 +74,23 @@ def is_switched_on() -> bool:
 
 
 def failure_check() -> Any:
-    """The C function (ggml_abort_callback) that returns whether an operation failed since its last call; None without the kernels."""
+    """Returns a C function (ggml_abort_callback) that says if an operation failed since its last call; None without the kernels."""
     return getattr(_kernels(), "edge_ggml_failed", None)
 
 
 @dataclass
 class VisibleCells:
-    """The cells that a row attends to, in each of the watched layers: `sources` describe them, `cells` int32 list them."""
+    """The KV cells that a row attends to, in each watched layer: `sources` describe their memory, `cells` int32 lists their numbers."""
 
     sources: Any
     cells: tuple[NDArray[np.int32], ...]
 
 
 class CellWatch:
-    """Which cells of llama.cpp's memory the flagged rows of a forward attend to, in two layers of the target (src/ggml/visible_cells.h)."""
+    """Records which cells of llama.cpp's KV cache the flagged rows of a forward attend to, in two layers (src/ggml/visible_cells.h)."""
 
     def __init__(self, layers: tuple[int, int], max_cells: int) -> None:
-        """`max_cells`: how many cells a layer has at most."""
+        """`layers` are numbers of the target's layers; `max_cells` is the most cells that a layer has."""
         self._kernels: Any = _kernels()
         self._kernels.edge_ggml_watch_new.restype = ctypes.c_void_p
         self._kernels.edge_ggml_watch_cells.restype = ctypes.c_int64
@@ -99,19 +100,19 @@ class CellWatch:
             raise MemoryError
 
     def begin(self, flags: NDArray[np.int8], count: int) -> None:
-        """This thread's next forward, whose first `count` of `flags` say which rows are flagged, is watched until `end`."""
+        """Watches this thread's next forward, until `end` is called. The first `count` of `flags` say which of its rows are flagged."""
         self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(handed(flags[:count], np.int8, count)), ctypes.c_int64(count))
 
     def end(self) -> None:
-        """Nothing is watched any more."""
+        """Stops watching."""
         self._kernels.edge_ggml_watch(None, None, ctypes.c_int64(0))
 
     def room(self) -> VisibleCells:
-        """Memory for `visible`."""
+        """Allocates memory for the result of `visible`."""
         return VisibleCells((KvSource * 2)(), tuple(np.zeros(self._max_cells, np.int32) for _ in range(2)))
 
     def visible(self, row: int, to: VisibleCells) -> bool:
-        """Puts into `to` what the newest forward's flagged row of that number attends to; returns whether that is known."""
+        """Writes into `to` the cells that flagged row number `row` of the newest forward attends to; returns whether they are known."""
         watched, count = self._kernels.edge_ggml_watch_cells, self._max_cells
         return all(
             watched(self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(handed(cells, np.int32, count)), count) > 0
@@ -119,14 +120,14 @@ class CellWatch:
         )
 
     def close(self) -> None:
-        """Frees it. Harmless when done twice."""
+        """Frees the watch. Can be called twice."""
         if self._pointer is not None:
             self._kernels.edge_ggml_watch_free(self._pointer)
             self._pointer = None
 
 
 def _kernels() -> Any:
-    """The library; None where there is none, or one of an earlier build, which would take other functions."""
+    """Returns the library; None if it is missing, or an older build, which expects other functions."""
     kernels = load_library()
     return kernels if hasattr(kernels, "edge_ggml_watch_cells") else None
 

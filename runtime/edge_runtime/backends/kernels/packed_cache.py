@@ -1,13 +1,13 @@
 """The packed cache: weights in the kernels' own order, in files that the first start writes and later starts map (src/packed_file.h).
 
-A file belongs to the files of a bundle that it was packed from. Its name, which stands in it too, is a hash of their SHA-256 and of the
-layout's version; where the bundle's check was switched off, also of their sizes, times and inodes. So a changed file has another name, and
-what is found under a name needs no packing and no reading of its sources.
+A packed file is identified by its sources, the bundle's files. Its name, which it also contains, is a hash of their SHA-256s and of the
+layout's version; if the check of the bundle is switched off, also of their sizes, times and inodes. So changed sources get another name,
+and a packed file that is found can be used without reading its sources.
 
-Its bytes are trusted as those of the sources are: no start hashes them. So only this user may write the folder and the files: a folder that
-is another's or that others may write is not used, nor is such a file, or a link. A file that is cut or of another version is made anew.
-All files together take at most `LIMIT`, and half of what is free on the disk; what was used longest ago goes. Nothing here fails a start:
-what cannot be read is packed into memory, what cannot be written is not kept, and `notify` gets one sentence.
+Packed files are trusted and not hashed at a start, so only this user may be able to write them. A folder or file that belongs to another
+user, or that others may write, is not used, nor is a link. A file that is truncated or of another version is written anew. All files
+together take at most `LIMIT` bytes and at most half of the free disk space; the least recently used ones are deleted. No failure here fails
+a start: weights are then packed into memory, or not saved, and `notify` gets one sentence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from edge_runtime.backends.kernels.loader import load_library, variant
 
 FOLDER = "packed"  # in the user's cache
 LIMIT = 8_000_000_000
-# Sources of fewer bytes are packed sooner than a disk writes them.
+# For sources of fewer bytes, packing is faster than writing to a disk.
 LEAST = 32_000_000
 _NAME = re.compile(r"[0-9a-f]{64}\.packed")
 _ANY_NAME = r"[0-9a-f]+\.packed"
@@ -43,7 +43,7 @@ packed_files, shrink, empty = _FILES.listed, _FILES.shrink, _FILES.empty
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSource:
-    """A file of a bundle whose weights are packed, and its SHA-256."""
+    """A file of a bundle with weights to pack, and its SHA-256."""
 
     path: Path
     sha256: str
@@ -55,23 +55,23 @@ def default_folder() -> Path:
 
 
 def user_cache(notify: Callable[[str], None], *, checked: bool) -> PackedCache | None:
-    """Returns the user's own cache; None for a user without a home folder. `checked`: whether bundles are compared with their manifest."""
+    """Returns the user's own cache; None for a user without a home folder. `checked`: files are compared with the hashes in manifests."""
     with contextlib.suppress(EdgeError):
         return PackedCache(default_folder(), notify, checked=checked)
     return None
 
 
 class PackedCache:
-    """A folder of packed files, for the loads of models in this process."""
+    """A folder of packed files, used whenever this process loads a model."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None] = lambda _: None, *, checked: bool = True, limit: int = LIMIT) -> None:
-        """`checked` says that files have the hashes that they are said to have; `limit` is in bytes."""
+        """`checked`: the hashes of sources were verified; `limit` is in bytes."""
         self.folder = folder
         self._notify, self._checked, self._limit = notify, checked, limit
 
     @contextlib.contextmanager
     def loading(self, *sources: PackedSource) -> Iterator[None]:
-        """Has this thread's load of a model take the packed weights of its files from the cache, or put them there."""
+        """While this context is open, models that this thread loads take their packed weights from the cache, or add them to it."""
         kernels = _kernels()
         opened = None
         if kernels is not None and variant() is not None:
@@ -94,7 +94,7 @@ class PackedCache:
         self._end(opened, sources)
 
     def _opened(self, kernels: Any, sources: Sequence[PackedSource]) -> _OpenedFile | None:
-        """The file of these sources, or a new one if there is none. None where it is not worth it or has no room. Raises OSError."""
+        """Opens the packed file of these sources, or creates it. Returns None if it is too small to be worth it, or too large. OSError."""
         size = sum(source.path.stat().st_size for source in sources)
         if size < LEAST:
             return None
@@ -122,16 +122,16 @@ class PackedCache:
         return _OpenedFile(kernels, pointer, path, facts, reads=False)
 
     def _end(self, opened: _OpenedFile, sources: Sequence[PackedSource]) -> None:
-        """Keeps what was written. It waits for the disk in a thread of its own, for which the end of the process waits."""
+        """Saves what was written. A thread of its own waits for the disk; the process does not end before it has finished."""
         error, packed = opened.error, opened.packed
         if opened.reads:
             opened.close()
-            if packed:  # another version of the engine asks for other matrices
+            if packed:  # the file lacks matrices, because another version of the engine wrote it
                 opened.path.unlink(missing_ok=True)
             return
         if error:
             self._go_without(os.strerror(error))
-        # Sources that were replaced meanwhile are not those of the hashes.
+        # If a source was replaced meanwhile, the packed weights may not be those of the hashes.
         if error or not packed or self._facts(sources) != opened.facts:
             opened.close()
             return
@@ -150,12 +150,12 @@ class PackedCache:
                 del _WRITERS[opened.path]
 
     def _facts(self, sources: Sequence[PackedSource]) -> list[object]:
-        """What a packed file depends on beside the layout, and the state of its sources."""
+        """Returns what a packed file depends on, besides the layout: the hashes of its sources and, if unchecked, their states."""
         hashes = [source.sha256 for source in sources]
         return [*hashes, *(() if self._checked else (_state(source.path) for source in sources))]
 
     def _make_private(self) -> None:
-        """Makes the folder. Raises OSError if it is none, another user's, or may be written by others."""
+        """Creates the folder. Raises OSError if the path is no folder, belongs to another user, or may be written by others."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = self.folder.stat()
         if not stat.S_ISDIR(state.st_mode):
@@ -164,7 +164,7 @@ class PackedCache:
             raise PermissionError(0, "it belongs to another user or others may write it")
 
     def _room(self) -> int:
-        """The bytes that all files together may take."""
+        """Returns how many bytes all files together may take."""
         held = sum(size for _, size, _ in packed_files(self.folder))
         return min(self._limit, (shutil.disk_usage(self.folder).free + held) // 2)
 
@@ -173,26 +173,26 @@ class PackedCache:
 
 
 class _OpenedFile:
-    """A packed file that is read or written; close it."""
+    """A packed file that is being read (`reads`) or written. It must be closed."""
 
     def __init__(self, kernels: Any, pointer: int, path: Path, facts: list[object], *, reads: bool) -> None:
         self._kernels, self.pointer, self.path, self.facts, self.reads = kernels, pointer, path, facts, reads
 
     @property
     def packed(self) -> int:
-        """How many matrices were packed: for a file that is written, or as one that is read had them not."""
+        """How many matrices were packed during the load: all in a new file, and in an existing file those that it lacks."""
         counts = (ctypes.c_int64 * 2)()
         self._kernels.edge_packed_counts(self.pointer, counts)
         return counts[1]
 
     @property
     def error(self) -> int:
-        """The error (errno) of a write, 0 if there was none."""
+        """The errno of a failed write, 0 if none failed."""
         error: int = self._kernels.edge_packed_counts(self.pointer, (ctypes.c_int64 * 2)())
         return error
 
     def keep(self) -> int:
-        """Waits for the disk and gives the file its name; returns the error, 0 if there was none."""
+        """Waits for the disk, then gives the file its final name. Returns an errno, 0 for success."""
         error: int = self._kernels.edge_packed_keep(self.pointer, os.fsencode(self.path))
         return error
 
@@ -200,13 +200,13 @@ class _OpenedFile:
         self._kernels.edge_packed_close(self.pointer)
 
 
-# Files that are being written to the disk by threads of this process.
+# The threads of this process that are writing files to the disk.
 _WRITERS: dict[Path, threading.Thread] = {}
 _WRITERS_LOCK = threading.Lock()
 
 
 def _wait_for(path: Path) -> None:
-    """Waits until this process has written a file."""
+    """Waits until this process has finished writing a file."""
     with _WRITERS_LOCK:
         writer = _WRITERS.get(path)
     if writer is not None:
@@ -219,7 +219,7 @@ def _state(path: Path) -> list[int]:
 
 
 def _kernels() -> Any:
-    """The library with its packed files; None where there is none, or an earlier build."""
+    """Returns the library with its functions declared; None if it is missing or an older build without packed files."""
     kernels: Any = load_library()
     if kernels is None or not hasattr(kernels, "edge_packed_open"):
         return None

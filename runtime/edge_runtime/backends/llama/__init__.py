@@ -1,1 +1,1 @@
-"""llama.cpp."""
+"""The llama.cpp backend."""

@@ -1,4 +1,4 @@
-"""Models and contexts of llama.cpp: load options, loading, batches, views of arrays that C owns; and its form of K/V rows."""
+"""Models and contexts of llama.cpp: options, loading, batches, views of arrays that C owns, and the format of saved K/V rows."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows
 from edge_runtime.planning.memory import BATCH
 
-# See `rewind_slack`: with fewer rows per batch the sliding cache could not always be rewound by the longest draft.
+# With fewer rows per batch, a rollback of the longest draft would not always be possible (see `rewind_slack`).
 MIN_BATCH = 32
-# llama.cpp pads contexts to this (src/llama-context.cpp, n_ctx); asking for the padded size keeps n_batch from being cut to less.
+# llama.cpp pads contexts to a multiple of this (src/llama-context.cpp, n_ctx). We ask for the padded size, or it may reduce n_batch.
 _CONTEXT_STEP = 256
-# More sequences could not share a batch of the default size.
+# A batch of the default size has room for the longest verify of this many sequences.
 MAX_SEQUENCES = 32
 # include/llama.h, llama_decode
 _DECODE_CODES = {
     1: "no room in the KV cache for the batch",
-    2: "an operation of the row kernels had no work memory",  # nothing else aborts a computation (open_context)
+    2: "an operation of the row kernels had no work memory",  # only the row kernels' check aborts a computation (`open_context`)
     -1: "the batch was refused as invalid",
     -2: "out of memory",
     -3: "the computation failed",
@@ -40,14 +40,15 @@ _DECODE_CODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaOptions:
-    """How to open a pair. Raises RequestError if a number is out of its range.
+    """How to open a pair. Raises RequestError if a number is out of range.
 
-    `context` and `batch` are in tokens; `sequences` texts of `context` tokens each share the opened context; `use_extra_bufts` lets
-    llama.cpp repack weights for the CPU; `draft` keeps the target's hidden rows, which only a drafter needs; `max_draft_length` limits a
-    draft, and a verify to one row more; `max_candidates` limits the tokens that the split drafter's head computes, None keeps the number
-    in the head file; `kv_type` is the type of the K/V rows;
-    `bidirectional` says that the rows of an image attend to each other in both directions, so that `batch` must hold them all; `device`
-    computes the last `device_layers` of a model, -1 for all, and keeps their K/V rows.
+    - `context`, `batch`: in tokens. The context holds `sequences` texts of `context` tokens each.
+    - `use_extra_bufts`: lets llama.cpp repack weights for the CPU.
+    - `draft`: keeps the target's hidden rows, which only a drafter needs.
+    - `max_draft_length`: the longest draft; a verify has at most one row more.
+    - `max_candidates`: the most tokens that the split drafter's head scores; None keeps the number in the head file.
+    - `bidirectional`: the rows of an image attend to each other in both directions, so `batch` must hold all of them.
+    - `device`: computes the last `device_layers` layers of a model (-1: all), and holds their K/V rows.
     """
 
     context: int
@@ -84,7 +85,7 @@ class LlamaOptions:
 
 
 class Batch:
-    """A reusable llama_batch over NumPy arrays. With `width` each row has an embedding beside its token."""
+    """A reusable llama_batch over NumPy arrays. With a `width` above 0, each row has an embedding [width] as well as a token."""
 
     def __init__(self, api: Any, rows: int, width: int = 0, *, sequences: int = 1) -> None:
         self._tokens = np.zeros(rows, dtype=np.int32)
@@ -109,7 +110,7 @@ class Batch:
 
     @property
     def flags(self) -> NDArray[np.int8]:
-        """Which rows are computed to the end."""
+        """By row, 1 if its logits and hidden row are computed, else 0."""
         return self._flags
 
     def clear(self) -> None:
@@ -117,7 +118,7 @@ class Batch:
         self.structure.n_tokens = 0
 
     def add(self, tokens: NDArray[np.int64], position: int, flagged: int, sequence: int = 0) -> None:
-        """Adds `tokens` of a sequence at the positions from `position` on; the last `flagged` rows are computed to the end."""
+        """Adds `tokens` of a sequence at the positions from `position` on; flags the last `flagged` of their rows."""
         start = self.structure.n_tokens
         end = start + len(tokens)
         self._tokens[start:end] = tokens
@@ -128,7 +129,7 @@ class Batch:
         self.structure.n_tokens = end
 
     def add_rows(self, rows: NDArray[np.float32], position: int, sequence: int) -> None:
-        """Adds rows [n, width] that have no tokens, at the positions from `position` on; a batch holds either such rows or tokens."""
+        """Sets the contents of the batch to rows [n, width] without tokens, at the positions from `position` on."""
         count = len(rows)
         self._embeddings[:count] = rows
         self._positions[:count] = np.arange(position, position + count)
@@ -146,25 +147,25 @@ class Batch:
 
 
 def floats(pointer: Any, rows: int, width: int) -> NDArray[np.float32]:
-    """Returns a view [rows, width] of floats that llama.cpp owns; raises BackendError for a null pointer."""
+    """Returns a view [rows, width] of floats that llama.cpp owns. Raises BackendError for a null pointer."""
     if not pointer:
         raise BackendError("llama.cpp computed no rows to read; this build does not fit edge-mtp, install a release")
-    # ctypes.cast would leave a cycle of references at each forward for the garbage collector.
+    # ctypes.cast would create a reference cycle in each forward, which only the garbage collector frees.
     return _view(ctypes.addressof(pointer.contents), rows, width)
 
 
 @lru_cache(maxsize=128)
 def _view(address: int, rows: int, width: int) -> NDArray[np.float32]:
-    # llama.cpp writes each forward's rows to the same place: making the view anew would be a fifth of the host time of a draft step.
+    # Cached, because llama.cpp writes each forward's rows to the same address. A new view takes a fifth of the Python time of a draft step.
     array = (ctypes.c_float * (rows * width)).from_address(address)
     return np.frombuffer(memoryview(array), dtype=np.float32).reshape(rows, width)
 
 
 def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
-    """Returns the model's pointer. Raises BackendError, with llama.cpp's reason, if the file, which was checked before, does not load."""
+    """Returns the model's pointer. The caller has checked the file. Raises BackendError with llama.cpp's reason if it does not load."""
     params = library.api.llama_model_default_params()
     params.use_extra_bufts = options.use_extra_bufts
-    # Without a list llama.cpp takes all devices of the build.
+    # Without a list, llama.cpp uses all devices of the build.
     handles = offloaded_to(options.device)
     params.devices = ctypes.addressof(handles)
     params.n_gpu_layers = 0 if options.device == CPU else options.device_layers
@@ -177,20 +178,19 @@ def load_model(library: LlamaLibrary, path: Path, options: LlamaOptions) -> Any:
 
 
 def context_params(library: LlamaLibrary, options: LlamaOptions, max_rows: int) -> Any:
-    """Returns llama_context_params in which at most `max_rows` rows per forward are computed to the end."""
+    """Returns llama_context_params for forwards with at most `max_rows` flagged rows, whose logits are computed."""
     params = library.api.llama_context_default_params()
     params.n_ctx = -(-options.context // _CONTEXT_STEP) * _CONTEXT_STEP * options.sequences
     params.n_seq_max = options.sequences
-    # One memory for all: only then are different numbers of rows of several sequences one forward (src/llama-kv-cache-iswa.cpp,
-    # init_batch).
+    # With one unified cache, sequences with different numbers of rows can share a forward (src/llama-kv-cache-iswa.cpp, init_batch).
     params.kv_unified = options.sequences > 1
     params.n_batch = params.n_ubatch = options.batch
-    # The default, n_batch, would reserve a logits row of the whole vocabulary for each row of a prefill.
+    # The default, n_batch, would reserve logits of the whole vocabulary for each row of a prefill.
     params.n_outputs_max = max_rows
     params.n_threads = params.n_threads_batch = options.threads
     params.swa_full = False
-    # The drafter's context views its target's rows, so both are opened alike. A quantized V needs flash attention, which the default,
-    # auto, then requires (src/llama-context.cpp, llama_init_from_model).
+    # The drafter's context reads its target's K/V rows, so both have the same type. A quantized V needs flash attention, which the default,
+    # "auto", then turns on or fails (src/llama-context.cpp, llama_init_from_model).
     kinds = {"f16": library.api.GGML_TYPE_F16, "q8_0": library.api.GGML_TYPE_Q8_0, "q4_0": library.api.GGML_TYPE_Q4_0}
     params.type_k = params.type_v = kinds[options.kv_type]
     return params
@@ -208,12 +208,13 @@ def open_context(library: LlamaLibrary, model: Any, params: Any, path: Path) -> 
 
 
 def rewind_slack(context: int, window: int, ubatch: int) -> int:
-    """Returns by how many rows below the greatest length so far a rollback is always possible, after any forwards.
+    """Returns how many rows below the greatest length so far a rollback can always go, whatever forwards came before.
 
-    src/llama-kv-cache-iswa.cpp keeps at least window + ubatch cells (all, if the context is smaller) though swa_full is off.
-    src/llama-kv-cache.cpp (find_slot) writes over a cell only when it lies outside the window of the row after the newest, so the
-    rows of the newest batch can always be dropped; and it takes the oldest cell first. Dropping r rows that straddle the ring's end
-    moves the head to its start and leaves up to r cells empty for one turn, which is why only half of ubatch is promised.
+    With swa_full off, the sliding cache has at least window + ubatch cells, or the whole context if that is smaller
+    (src/llama-kv-cache-iswa.cpp). A cell is overwritten only when it is outside the window of the row after the newest one, and the oldest
+    cell first (src/llama-kv-cache.cpp, find_slot). So the rows of the newest batch can always be removed. But if the r removed rows wrap
+    around the end of the ring, the write position moves to its start, and up to r cells stay empty for one turn. Hence only half of ubatch
+    is promised.
     """
     return context if window == 0 else min(context, ubatch // 2)
 
@@ -228,7 +229,7 @@ class LlamaModel:
     """A model of llama.cpp and a context on it, freed exactly once. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path, architecture: str, options: LlamaOptions) -> None:
-        """Raises BackendError if the file is not sound, of another architecture, or does not load."""
+        """Raises BackendError if the file is damaged, has another architecture, or does not load."""
         self._library = llama_library()
         self._api = self._library.api
         self._pointer: Any = None
@@ -251,35 +252,36 @@ class LlamaModel:
         self.close()
 
 
-# llama.cpp's form of a sequence's K/V rows, taken apart into plain rows and put together from them.
+# llama.cpp's format of a sequence's saved state, converted to plain K/V rows and back.
 #
-# The form is what llama_kv_cache::state_write writes (src/llama-kv-cache.cpp), of the full cache and then of the sliding one. What
-# llama.cpp reads is always made here, of counts and sizes that this process computed: rows from a file are numbers in it and nothing else,
-# since llama.cpp takes positions as they come, and a wrong one ends the process or bends the attention.
+# The format is that of llama_kv_cache::state_write (src/llama-kv-cache.cpp), for the full cache and then for the sliding one. llama.cpp
+# does not check the positions in a state: a wrong one crashes the process or falsifies attention. So a state is always built here, with
+# counts, positions and sizes that this process computed; rows from a file only supply the values of K and V.
 
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
-# Before the caches: magic and sequence id (src/llama-context.cpp, io_magic and state_seq_get_data).
+# The state begins with magic and sequence id (src/llama-context.cpp, io_magic and state_seq_get_data).
 _PREFIX = struct.Struct("<Ii")
 _MAGIC = 0xAF143CD8
-# Before the cells: streams and cells; before the layers: whether V is transposed, and how many layers; before each layer's rows.
+# Headers in each cache. Before the cells: numbers of streams and of cells. Before the layers: whether V is transposed, and their number.
+# Before the rows of each layer: their type, and the bytes of a row.
 _CELLS, _LAYERS, _ROWS = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<iQ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheForm:
-    """One of llama.cpp's two caches: its GGML type, and the bytes of a row of K, or of V, in each of its layers."""
+    """One of llama.cpp's two caches: the ggml type of its rows, and by layer the bytes of a row of K, which V has too."""
 
     type: int
     layers: tuple[int, ...]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one position in all layers, K and V."""
+        """Bytes of one position: K and V in all layers."""
         return 2 * sum(self.layers)
 
 
 def cache_forms(header: GgufHeader, kv_type: KvType) -> tuple[CacheForm, CacheForm]:
-    """Returns the forms of the full and of the sliding cache of a target."""
+    """Returns the forms of a target's full and sliding caches."""
     number = TYPE_NUMBERS[kv_type]
     stored = TENSOR_TYPES[number]
     rows = owned_rows(header)
@@ -293,9 +295,9 @@ def cache_forms(header: GgufHeader, kv_type: KvType) -> tuple[CacheForm, CacheFo
 
 
 def rows_of(state: NDArray[np.uint8], forms: tuple[CacheForm, CacheForm], length: int, first: int) -> KvRows:
-    """Takes apart the state of a sequence of `length` rows: those from `first` on, of the sliding layers as far as it has them.
+    """Reads the K/V rows from position `first` on out of the state of a sequence of `length` rows.
 
-    Raises BackendError if it is not of these forms.
+    Of the sliding layers, the state has the newest rows only. Raises BackendError if the state does not have these forms.
     """
     try:
         if _PREFIX.unpack_from(state.data)[0] != _MAGIC:
@@ -310,7 +312,7 @@ def rows_of(state: NDArray[np.uint8], forms: tuple[CacheForm, CacheForm], length
 
 
 def _cache_rows(state: NDArray[np.uint8], place: int, form: CacheForm, length: int, first: int) -> tuple[NDArray[np.uint8], int]:
-    """Returns the rows [rows, bytes] of one cache from position `first` on, by position, and where the next one begins."""
+    """Returns the rows [rows, bytes] of one cache from position `first` on, sorted by position, and the offset of the next cache."""
     streams, count = _CELLS.unpack_from(state.data, place)
     cells = np.frombuffer(state, _CELL, count, place + _CELLS.size)
     order = np.argsort(cells["position"])
@@ -333,7 +335,7 @@ def _cache_rows(state: NDArray[np.uint8], place: int, form: CacheForm, length: i
 
 
 def state_of(rows: KvRows, forms: tuple[CacheForm, CacheForm]) -> NDArray[np.uint8]:
-    """Puts together the state of one sequence whose newest rows these are, those of the full layers from position 0 on."""
+    """Builds the state of a sequence from its K/V rows: all rows of the full layers, the newest ones of the sliding layers."""
     length = len(rows.full)
     parts = [np.frombuffer(_PREFIX.pack(_MAGIC, 0), np.uint8)]
     for form, own in zip(forms, (rows.full, rows.sliding), strict=True):

@@ -1,8 +1,9 @@
 """Tests in a child process whether llama.cpp crashes on this machine, before it is loaded into the user's process.
 
-A build can die of a signal on the processor it runs on: a build for AMX dies on virtual machines that report AMX without having it, as
-soon as a batch has a few rows of quantized weights. Without weight repacking (`use_extra_bufts`) it works, and without the project's own
-row kernels, which are repacked weights, too. The result is cached by the types of weights in the files, whatever a manifest says.
+A build can be killed by a signal on a processor that it does not suit. For example, a build for AMX dies on virtual machines that report
+AMX without having it, as soon as a batch of a few rows meets quantized weights. Such a build works without weight repacking
+(`use_extra_bufts`), and so without the project's own row kernels, which need repacked weights too. The result is cached under the types of
+the weights that the files contain; the manifest is not trusted for this.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TIMEOUT_SECONDS = 120.0
 CHILD_COMMAND = limited_command("edge_runtime.backends.llama.crash_probe")
 _ROWS = 8
 _CONTEXT = 256
-# What -DGGML_NATIVE=ON enables on such a machine, without AMX.
+# The flags that -DGGML_NATIVE=ON sets on a machine with AMX, without AMX itself.
 _WORKAROUND_X86 = (
     "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_BMI2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
     "-DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"
@@ -42,9 +43,10 @@ _WORKAROUND_OTHER = "-DGGML_NATIVE=OFF"
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeAnswer:
-    """How to load models of these quantizations (that of the target first), whose files hold weights of these `types`, on this machine.
+    """How to load models on this machine whose files contain weights of these `types`.
 
-    `reason` is a sentence; `late`: a child was killed because it gave no answer in time.
+    `quantizations` are names for the user, the target's first. `reason` is a sentence. `late`: a child was killed because it did not
+    answer in time.
     """
 
     quantizations: tuple[str, ...]
@@ -54,7 +56,7 @@ class ProbeAnswer:
     late: bool
 
 
-# Whether a build crashes does not depend on other programs, but how long a child takes does.
+# Other programs cannot make a build crash, but they can make a child late; so only late answers are distrusted on a busy machine.
 PROBES = MeasuredValue(
     kind="probe",
     value_class=ProbeAnswer,
@@ -75,11 +77,11 @@ def probe_load_options(
     timeout_seconds: float = TIMEOUT_SECONDS,
     waiting: Waiting = silent_wait,
 ) -> ProbeAnswer:
-    """Returns the load options with which a child process ran these files, from the cache if the machine and the types are the same.
+    """Returns the load options with which a child process ran these files; cached for this machine and the files' weight types.
 
-    `quantizations` are names for the user. With the `hashes` of the files, their headers are read once on a machine.
+    `quantizations` are names for the user. If the `hashes` of the files are given, later calls need not read the files' headers.
     `notify` gets one sentence when a probe starts and one when a safer option was chosen. Raises BackendError if the files do not load, or
-    if the child process dies with every option: the sentence names the signal and a build as a workaround.
+    if the child process dies with every option; the sentence then names the signal and, as a workaround, another build.
     """
     contents = machine_key(hashes)
     if hashes and (known := PROBES.known(contents)) is not None:
@@ -113,7 +115,7 @@ def probe_load_options(
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTrial:
-    """Records that a child process decoded on a device."""
+    """Records that a child process decoded on this device."""
 
     device: str
 
@@ -136,9 +138,9 @@ def try_device(
     notify: Callable[[str], None],
     waiting: Waiting,
 ) -> None:
-    """Returns if a child process can decode on the device of the options; cached for this driver and for files of these types.
+    """Tries in a child process to decode on the device of the options, because a crashing driver would end this process.
 
-    Raises BackendError if the child died, or with its sentence: a driver's crash would end this process.
+    Success is cached for this driver and these weight types. Raises BackendError if the child died or reported an error.
     """
     files = [path for path in (target_path, drafter_path) if path is not None]
     setup = _setup(target_path, drafter_path) | {"device": options.device, "layers": options.device_layers}
@@ -154,7 +156,7 @@ def try_device(
 
 
 def weight_types(path: Path) -> str:
-    """Returns the names of the types of a GGUF file's weights. Raises BackendError if its header is not sound."""
+    """Returns the names of the weight types in a GGUF file. Raises BackendError if its header is damaged."""
     types = {TENSOR_TYPES[info.type].name for info in check_gguf(path).tensors}
     return " ".join(sorted(types - {"f32"}) or ["f32"])
 
@@ -165,7 +167,7 @@ def cached_probes() -> list[ProbeAnswer]:
 
 
 def machine_key(files: Sequence[str]) -> str:
-    """Returns the cache key of a result, a sha256 of the processor, the library version and build, the kernels, and types or hashes."""
+    """Returns the cache key of a result: a SHA-256 of the processor, the library's version and build, the kernels, and types or hashes."""
     facts = [cpu_identity(), platform.machine(), library_version(), system_info(), llama_library().row_kernels, list(files)]
     return entry_key(facts)
 
@@ -176,9 +178,9 @@ def _setup(target_path: Path, drafter_path: Path | None) -> dict[str, object]:
 
 
 def _run(command: Sequence[str], setup: Mapping[str, object], timeout_seconds: float) -> tuple[str | None, bool]:
-    """Runs a child process with the arguments of `decode_few_rows`. Returns how it ended, None if it succeeded, and whether it was late.
+    """Runs `decode_few_rows` with these arguments in a child process. Returns how it died, or None, and whether it was late.
 
-    Raises BackendError with the child's sentence, if any.
+    Raises BackendError with the child's sentence if the child reports an error.
     """
     child = run_child([*command, json.dumps(setup)], seconds=timeout_seconds, failure=BackendError)
     sentence = child.answer.get("error")
@@ -190,9 +192,9 @@ def _run(command: Sequence[str], setup: Mapping[str, object], timeout_seconds: f
 
 
 def workaround(version: str) -> str:
-    """Returns the workaround: how to build this version of llama-cpp-python without the CPU extensions that crash.
+    """Returns the workaround as a sentence: build this version of llama-cpp-python without the CPU extensions that crash.
 
-    A device package has the builds that it was made with: there the other backend is what is left.
+    A device package cannot be rebuilt on the device, so the sentence suggests the other backend there.
     """
     if this_package():
         return "a device package has no other build of llama.cpp; export the bundle with --format onnx"
@@ -204,7 +206,7 @@ def workaround(version: str) -> str:
 def decode_few_rows(
     target: str, drafter: str | None, *, use_extra_bufts: bool = True, device: str = CPU, layers: int = -1
 ) -> dict[str, object]:
-    """Runs in the child: loads the files, decodes one row, then eight, then one draft step. Raises BackendError or dies."""
+    """Runs in the child: loads the files, decodes one row, then eight rows, then drafts one token. Raises BackendError, or crashes."""
     from edge_runtime.backends.llama.pair import open_pair
 
     options = LlamaOptions(

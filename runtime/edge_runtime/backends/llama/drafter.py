@@ -1,4 +1,4 @@
-"""Gemma 4's MTP drafter in llama.cpp: an MTP context that shares its target's memory."""
+"""Gemma 4's MTP drafter for a target in llama.cpp: llama.cpp's own, an MTP context on the target's KV cache, or the kernels' drafter."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Step = tuple[int | None, float, Row]
 
 
 class LlamaDrafter(LlamaModel):
-    """The drafter on its target's memory, with the dense head that llama.cpp computes. Implements `interfaces.Drafter`.
+    """llama.cpp's own drafter, with a dense output head, on the target's KV cache. Implements `interfaces.Drafter`.
 
-    `draft` follows the target's first sequence; `draft_all` drafts for several sequences, step by step with one forward for all.
+    `draft` serves the target's first sequence. `draft_all` serves several sequences; one forward computes a draft step of all of them.
     """
 
     stepwise = True
@@ -58,7 +58,7 @@ class LlamaDrafter(LlamaModel):
         api, target_context = self._api, self._target.shared._pointer
         self._check_fit(path)
         params = context_params(self._library, options, options.sequences)
-        # It gets no prompts: buffers for a prompt batch would be most of its memory.
+        # The drafter never gets a prompt, and buffers for a prompt batch would be most of its memory.
         params.n_batch = params.n_ubatch = MAX_SEQUENCES
         params.ctx_type = api.LLAMA_CONTEXT_TYPE_MTP
         params.ctx_other = target_context
@@ -80,14 +80,14 @@ class LlamaDrafter(LlamaModel):
     ) -> list[int]:
         """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends the draft.
 
-        Returns none if the target has no hidden row (see `rollback`).
+        Returns no tokens if the target has no hidden row (see `LlamaSequence.rollback`).
         """
         return self.draft_all([DraftRequest(0, last, draft_length, sampler, should_continue)])[0]
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Returns the drafts of each request; their sequences are all different.
+        """Returns the drafts of each request; no two requests are for the same sequence.
 
-        All steps are at the same position, that of `last`, and write nothing to the cache (common/speculative.cpp, is_mem_shared).
+        All steps of a draft use the position of `last` and write nothing to the cache (common/speculative.cpp, is_mem_shared).
         """
         if self._pointer is None:
             raise RequestError("the drafter is closed; open the bundle again")
@@ -113,9 +113,9 @@ class LlamaDrafter(LlamaModel):
         return self._target.shared.sequences[request.sequence]
 
     def _step(self, steps: Sequence[tuple[DraftRequest, int, Row]]) -> list[Step]:
-        """Computes one draft step of each sequence from the newest token and the carry of the step before.
+        """Computes one draft step of each sequence from its newest token and the carry of the previous step.
 
-        Returns the likeliest or sampled token, its confidence if `should_continue` needs it, and the next carry: the drafter's hidden row.
+        Returns the likeliest or sampled token, the confidence if `should_continue` needs it, and the next carry: the drafter's hidden row.
         """
         self._batch.clear()
         for request, token, embedding in steps:
@@ -137,7 +137,7 @@ class LlamaDrafter(LlamaModel):
         ]
 
     def _check_fit(self, path: Path) -> None:
-        """Raises BackendError if the drafter is not one of this target: llama.cpp itself would abort the process."""
+        """Raises BackendError if the drafter belongs to another target: llama.cpp itself would abort the process."""
         self._compare("the model's hidden size", self._api.llama_model_n_embd_out(self._model), self._target.hidden_size, path)
         vocabulary: int = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._compare("vocabulary size", vocabulary, self._target.vocabulary.size, path)
@@ -150,7 +150,7 @@ class LlamaDrafter(LlamaModel):
 
 
 def check_length(request: DraftRequest, longest: int) -> None:
-    """Raises RequestError for a draft that the pair was not opened for."""
+    """Raises RequestError for a longer draft than the pair was opened for."""
     if request.draft_length > longest:
         raise RequestError(f"a draft of {request.draft_length} tokens is longer than the {longest} this bundle was opened for")
 
@@ -161,20 +161,20 @@ def top_probability(logits: Row) -> float:
 
 
 def _is_last(request: DraftRequest, confidence: float, drafted: int) -> bool:
-    """Whether a draft is over. `should_continue` is called for every draft, the last one too."""
+    """Whether a draft is over. `should_continue` is called for every drafted token, the last one too."""
     more = request.should_continue is None or request.should_continue(confidence)
     return not more or drafted == request.draft_length
 
 
-# Tensors of a memory-mapped GGUF file: no copy is made, and pages that are not read take no memory.
+# Tensors of a memory-mapped GGUF file. Nothing is copied, and pages that are never read take no memory.
 
-# Types that a matrix may have: those whose rows ggml expands and multiplies on every processor.
+# The types that a matrix may have: ggml can expand and multiply their rows on every processor.
 _FLOATS, _SIMPLE = ("f32", "f16", "bf16"), ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs")
 MATRIX_TYPES = (*_FLOATS, *_SIMPLE, "q2_K", "q3_K", "q4_K", "q5_K", "q6_K")
 
 
 class _TypeTraits(ctypes.Structure):
-    """The beginning of ggml_type_traits in ggml/include/ggml.h."""
+    """The first fields of ggml_type_traits in ggml/include/ggml.h."""
 
     _fields_ = (
         ("type_name", ctypes.c_char_p),
@@ -191,7 +191,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {"ggml_get_type_traits": (ctypes
 
 @dataclass(frozen=True, kw_only=True)
 class MappedTensor:
-    """One tensor: its ggml type number, shape as ggml orders it (a row's length first), and its bytes in the map."""
+    """One tensor: its ggml type number, its shape in ggml's order (the length of a row first), and its bytes in the mapped file."""
 
     kind: int
     shape: tuple[int, ...]
@@ -204,7 +204,7 @@ class MappedTensor:
 
 
 class MappedGguf:
-    """A mapped file with its header. It stays mapped as long as one of its tensors lives."""
+    """A mapped file with its header. The file stays mapped as long as one of its tensors is referenced."""
 
     def __init__(self, path: Path) -> None:
         """Raises BackendError if the file cannot be read, is no GGUF, or is shorter than its header requires."""
@@ -212,18 +212,18 @@ class MappedGguf:
         self._places = {info.name: info for info in self.header.tensors}
         try:
             self._mapped = np.memmap(path, np.uint8, "r")
-        except (OSError, ValueError) as error:  # also where address space lacks; an empty file is no OSError
+        except (OSError, ValueError) as error:  # OSError also without free address space; ValueError for an empty file
             why = getattr(error, "strerror", None) or error
             raise BackendError(f"{path} cannot be mapped ({why}); check the file, or free some memory") from error
         if len(self._mapped) < max((info.offset + info.bytes for info in self.header.tensors), default=0):
             raise BackendError(f"{path} was cut while it was opened; check the file")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape without trailing dimensions of 1; empty if there is none of that name."""
+        """Returns a tensor's shape without trailing dimensions of 1; empty if there is no tensor of that name."""
         return _stripped(self._places[name].shape) if name in self._places else ()
 
     def tensor(self, name: str, shape: tuple[int, ...], types: Sequence[str] | None = MATRIX_TYPES) -> MappedTensor:
-        """Returns a tensor of this shape and of one of these types, None for any. Raises BackendError otherwise."""
+        """Returns the tensor. Raises BackendError unless it has this shape and one of these types (None: any type)."""
         info = self._places.get(name)
         if info is None:
             raise BackendError(f"{self.path.name} has no tensor {name}; export the bundle again")
@@ -244,19 +244,19 @@ def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 # The file of a drafter's sparse head, which scores only the tokens of the best centroids (transformers, Gemma4AssistantMaskedEmbedder).
 #
-# With Gemma 4 E2B's 2048 centroids and top 32 these are 4096 of 262144 rows.
+# Gemma 4 E2B has 2048 centroids and searches the best 32 of them: 4096 of 262144 rows.
 
 FORMAT_KEY, TOP_KEY = "drafter_head.format", "drafter_head.top_centroids"
-# Format 2 had matrices beside these tensors, for a drafter in parts.
+# Format 2 has more matrices, which are no longer read.
 FORMATS = (2, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWeights:
-    """The contents of a head file. C centroids of K tokens each, drafter width H.
+    """The contents of a head file: C centroids of K tokens each, for a drafter of width H.
 
-    `rows` [C, K, H]: output rows as the drafter's file has them; `token_ordering` int32 [C, K]: whose rows they are; `centroids` [C, H]
-    float16; `top_centroids`: how many centroids are searched.
+    `rows` [C, K, H]: output rows of the type that the drafter's file has; `token_ordering` int32 [C, K]: the token of each row;
+    `centroids` [C, H] float16; `top_centroids`: how many centroids are searched.
     """
 
     rows: MappedTensor
@@ -266,9 +266,9 @@ class HeadWeights:
 
 
 def read_head(path: Path, *, hidden_size: int, vocabulary: int) -> HeadWeights:
-    """Maps the head of a drafter `hidden_size` wide.
+    """Maps the file of a drafter's head; `hidden_size` is the drafter's.
 
-    Raises BackendError if the file is damaged, of another format or for another pair, or if its order does not name every token once.
+    Raises BackendError if the file is damaged, of another format or for another pair, or if `token_ordering` is no permutation.
     """
     file = MappedGguf(path)
     if file.header.keys.get(FORMAT_KEY) not in FORMATS:
@@ -300,24 +300,29 @@ _BEFORE, _AFTER, _NORM, _TURNS = "nextn.pre_projection.weight", "nextn.post_proj
 _MATRICES = ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 _NORMS = ("attn_norm", "attn_q_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 _FACTOR = "layer_output_scale"
-# The width of the Hadamard rotation in which llama.cpp stores quantized rows (src/llama-kv-cache.cpp, build_input_k_rot and _v_rot).
+# llama.cpp stores quantized rows after a Hadamard rotation. This is its width for V (src/llama-kv-cache.cpp, build_input_k_rot and _v_rot).
 _VALUE_TURN = 64
 
 
 def kernels_draft() -> bool:
-    """Whether the row kernels run in llama.cpp's graphs, and draft."""
+    """Whether the row kernels run in llama.cpp's graphs and can draft."""
     return can_draft() and llama_library().row_kernels is not None and is_switched_on()
 
 
 class LlamaKernelDrafter:
-    """Implements `interfaces.Drafter` as `LlamaDrafter` does. Where a forward's cells are not known, as they always are on the kernels'
-    attention, there are no drafts: llama.cpp's own drafter can only be opened on an empty memory.
+    """The drafter in the row kernels, on the K/V rows of a target in llama.cpp. Implements `interfaces.Drafter`.
+
+    It must know which cells of the KV cache the last token attends to. They are known after each forward in which the kernels compute
+    attention. Otherwise there are no drafts: llama.cpp's own drafter cannot take over, because it opens only on an empty cache.
     """
 
     stepwise = True
 
     def __init__(self, path: Path, head: Path | None, target: LlamaTarget, target_path: Path) -> None:
-        """Without the file `head` all tokens are scored. Raises ValueError, BackendError where the kernels do not compute this drafter."""
+        """`head` is the file of a sparse head; without it all tokens are scored.
+
+        Raises ValueError if the kernels cannot compute this drafter, and BackendError if a file cannot be used.
+        """
         library, shared, options = llama_library(), target.shared, target.shared.options
         self._target = target
         self._max_draft_length = options.max_draft_length
@@ -342,16 +347,16 @@ class LlamaKernelDrafter:
         shared.drafters.append(self)
 
     def set_threads(self, threads: int) -> None:
-        """Does nothing: a draft is computed by the thread that asks for it, and one that helps."""
+        """Does nothing: the calling thread and one helper compute a draft."""
 
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """As `LlamaDrafter.draft` does."""
+        """See `LlamaDrafter.draft`."""
         return self.draft_all([DraftRequest(0, last, draft_length, sampler, should_continue)])[0]
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Returns the drafts of each request; their sequences are all different."""
+        """Returns the drafts of each request; no two requests are for the same sequence."""
         if self._draft is None:
             raise RequestError("the drafter is closed; open the bundle again")
         for request in requests:
@@ -376,7 +381,7 @@ class LlamaKernelDrafter:
         return draft.run(request.last, request.draft_length, hidden, request.sampler, request.should_continue)
 
     def close(self) -> None:
-        """Frees the weights. Harmless when done twice."""
+        """Frees the weights. Can be called twice."""
         if self._draft is not None:
             self._draft.close()
             self._draft = None
@@ -386,10 +391,10 @@ class LlamaKernelDrafter:
 
 
 class _Rotation:
-    """Cosines and sines of a position, of one kind of layer: `tables`."""
+    """The rotary embedding of one kind of layer: `tables` are the cosines and sines of a position."""
 
     def __init__(self, header: GgufHeader, path: Path, *, sliding: bool) -> None:
-        """Raises ValueError for a scaling of positions."""
+        """Raises ValueError if the model scales positions."""
         keys, prefix, ending = header.keys, header.architecture, "_swa" * sliding
         if keys.get(f"{prefix}.rope.scaling.type", "none") != "none":
             raise ValueError("its rotation")
@@ -405,13 +410,13 @@ class _Rotation:
         self.tables = np.zeros(self.dim // 2, np.float32), np.zeros(self.dim // 2, np.float32)
 
     def turn_to(self, position: int) -> None:
-        """Puts the cosines and sines [dim / 2] of a position into `tables`."""
+        """Writes the cosines and sines [dim / 2] of a position into `tables`."""
         angles = self._frequencies * position
         self.tables[0][:], self.tables[1][:] = np.cos(angles), np.sin(angles)
 
 
 def _turns(dim: int) -> tuple[int, int]:
-    """The widths of the rotations of keys and values of that width."""
+    """Returns the widths of llama.cpp's Hadamard rotations of K and of V, for heads of this width."""
     if dim % _VALUE_TURN:
         raise ValueError("the width of its heads")
     return dim & -dim, _VALUE_TURN
@@ -420,7 +425,7 @@ def _turns(dim: int) -> tuple[int, int]:
 def _read(
     library: LlamaLibrary, header: GgufHeader, path: Path, head: Path | None, target: LlamaTarget, target_path: Path, options: LlamaOptions
 ) -> DraftWeights:
-    """The weights of the drafter in `path`, mapped, of its head, and the target's embedding."""
+    """Maps the drafter's weights in `path`, those of its head, and the target's embedding table."""
     keys, prefix = header.keys, header.architecture
     pattern = keys[f"{prefix}.attention.sliding_window_pattern"]
     blocks = [[f"blk.{n}.{name}.weight" for name in (*_MATRICES, *_NORMS, _FACTOR)] for n in range(len(pattern))]

@@ -1,4 +1,4 @@
-"""The door to llama.cpp, the only module of the runtime that imports llama-cpp-python, and the devices that its build computes on."""
+"""Loads llama.cpp and lists its devices. No other module of the runtime imports llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import end_on_lost_files, variant
 from edge_runtime.errors import BackendError, RequestError
 
-# The MTP interface is a staging one (src/llama-ext.h in llama.cpp) and changes between releases, so the version range is checked here;
-# its module does not import where a symbol is missing. The library's log is kept in a ring instead of being printed.
+# The MTP functions are staging API (src/llama-ext.h in llama.cpp) and change between releases, so the version is checked here. Importing
+# their module fails if a symbol is missing. The library's log goes to a ring buffer instead of the screen.
 
 PACKAGE = "llama_cpp"
 FIRST_VERSION = (0, 3, 36)
@@ -35,8 +35,8 @@ END_VERSION = (0, 3, 37)
 # enum ggml_log_level in ggml/include/ggml.h
 _LOG_ERROR, _LOG_CONTINUED = 4, 5
 _LOG_LINES = 200
-# How often libgomp asks whether the others have come before it sleeps, about 0.2 ms on x86; its own 300,000 are 10 ms, for which a thread
-# that waits keeps the processor from the one it waits for where other processes run too. Elsewhere a turn takes another time.
+# How often libgomp spins at a barrier before the thread sleeps: 5,000 turns are about 0.2 ms on x86. With its default of 300,000 (10 ms),
+# on a busy machine a waiting thread keeps the processor from the very thread it waits for. On other processors a turn takes another time.
 _SPINS = {"x86_64": "5000", "AMD64": "5000"}
 
 
@@ -47,7 +47,7 @@ class LogRing:
         self._lines: deque[tuple[int, str]] = deque(maxlen=_LOG_LINES)
 
     def add(self, level: int, text: str) -> None:
-        """Appends a line; text at the level `continued` is glued to the line before."""
+        """Appends a line; text of the level `continued` is joined to the line before."""
         if level == _LOG_CONTINUED and self._lines:
             before, start = self._lines.pop()
             self._lines.append((before, start + text))
@@ -55,13 +55,13 @@ class LogRing:
             self._lines.append((level, text))
 
     def clear(self) -> None:
-        """Forgets all lines; called before an operation whose errors are to be quoted."""
+        """Forgets all lines. Call it before an operation whose errors will be quoted."""
         self._lines.clear()
 
     def error(self) -> str:
-        """Returns the first error since `clear`, without the C function's name, or "" if there was none.
+        """Returns the first error since `clear`, without the name of the C function, or "" if there was none.
 
-        The first, because the ones that follow only say that the caller failed too.
+        The first error is the cause; later ones only report that the callers failed too.
         """
         for level, text in self._lines:
             if level == _LOG_ERROR and text.strip():
@@ -71,9 +71,12 @@ class LogRing:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLibrary:
-    """The loaded library: `api` is llama_cpp's ctypes module, `staging` its module for the MTP symbols, `ggml` the bare library of
-    tensors, graphs and the file format. All are untyped. `row_kernels` is the variant of the project's own kernels that multiplies, or
-    None, and then `stock_reason` says why llama.cpp's own do."""
+    """The loaded library.
+
+    `api` is llama_cpp's ctypes module, `staging` its module for the MTP functions, and `ggml` the shared library of tensors and graphs;
+    all are untyped. `row_kernels` is the variant of the project's own kernels that multiplies. If it is None, `stock_reason` says why
+    llama.cpp's kernels are used.
+    """
 
     api: Any
     staging: Any
@@ -85,14 +88,14 @@ class LlamaLibrary:
     stock_reason: str | None
 
     def quoted_error(self) -> str:
-        """Returns ": <the first logged error>" to end a sentence with, or "" if nothing was logged."""
+        """Returns ": <the first logged error>", to be appended to a sentence, or "" if no error was logged."""
         error = self.log.error()
         return f": {error}" if error else ""
 
 
 @cache
 def llama_library() -> LlamaLibrary:
-    """Loads and checks llama-cpp-python once. Raises BackendError if it is missing, of another version, or lacks a symbol."""
+    """Loads and checks llama-cpp-python, once per process. Raises BackendError if it is missing, unsupported, or lacks a symbol."""
     _limit_spinning()
     try:
         version, api = _package_version(), _bindings("llama_cpp")
@@ -124,14 +127,14 @@ def llama_library() -> LlamaLibrary:
 
 
 def _limit_spinning() -> None:
-    """Has the threads of a forward sleep soon where they wait; libgomp reads it when it is loaded. What the user has set stays."""
+    """Makes waiting threads of a forward sleep sooner. libgomp reads the variable when it is loaded; a user's own setting is kept."""
     spins = _SPINS.get(platform.machine())
     if spins is not None and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", spins)
 
 
 def _package_version() -> str:
-    """Returns the version that the package states; an empty one where it states none. Raises ImportError without the package."""
+    """Returns the version that the package's source states, or "". Raises ImportError if the package is not installed."""
     text = Path(_package().origin or "").read_text(encoding="utf-8")
     stated = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return stated[1] if stated else ""
@@ -145,8 +148,9 @@ def _package() -> ModuleSpec:
 
 
 def _bindings(name: str) -> Any:
-    """Imports a module of ctypes bindings without the rest of llama-cpp-python, whose import takes ten times as long: chat formats, a cache
-    on disk, templates. A program that imports the package itself gets all of it, with these very modules.
+    """Imports a module of ctypes bindings without the rest of llama-cpp-python, which takes ten times as long to import.
+
+    Afterwards a program can still import the whole package; it then shares these modules.
     """
     if PACKAGE in sys.modules:
         return import_module(f"{PACKAGE}.{name}")
@@ -160,7 +164,7 @@ def _bindings(name: str) -> Any:
 
 
 def media_library(library: LlamaLibrary) -> Any:
-    """Returns llama-cpp-python's module of libmtmd, with its log routed to ours. Raises BackendError where it is not built."""
+    """Returns llama-cpp-python's module for libmtmd, with its log in our ring. Raises BackendError if libmtmd was not built."""
     try:
         media = _bindings("mtmd_cpp")
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -170,9 +174,9 @@ def media_library(library: LlamaLibrary) -> Any:
 
 
 def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> Any:
-    """Gives functions their result and argument types, without which a pointer would be cut, and returns `library`.
+    """Declares result and argument types of functions, and returns `library`. Without them ctypes would cut pointers to 32 bits.
 
-    Raises BackendError naming a function that it lacks.
+    Raises BackendError, with the function's name, if the library lacks one.
     """
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
@@ -183,7 +187,7 @@ def declare(library: Any, signatures: Mapping[str, tuple[Any, list[Any]]]) -> An
 
 
 def check_version(version: str) -> None:
-    """Raises BackendError unless `version` is one that was run with this package."""
+    """Raises BackendError unless `version` is in the supported range."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     if not FIRST_VERSION <= numbers < END_VERSION:
         first = ".".join(map(str, FIRST_VERSION))
@@ -196,13 +200,13 @@ def library_version() -> str:
 
 
 def system_info() -> str:
-    """Returns llama.cpp's own line about the instruction sets it was built for and found."""
+    """Returns llama.cpp's own line about the instruction sets that it uses."""
     text: bytes = llama_library().api.llama_print_system_info()
     return text.decode("utf-8", "replace").strip()
 
 
 def opened_beside(api: Any, name: str) -> Any:
-    """Opens a library of ggml that lies beside libllama and was loaded with it."""
+    """Opens a library of ggml that is in libllama's folder and was loaded with it."""
     try:
         return api.load_shared_library(name, api._base_path)
     except (OSError, RuntimeError) as error:
@@ -219,9 +223,9 @@ def _route_log(api: Any, log: LogRing) -> Any:
 
 
 def _route_aborts(*libraries: Any) -> None:
-    """Has a failed check of ggml end the process with one sentence and exit code 1, instead of a debugger's output and SIGABRT."""
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # for C++ exceptions that nothing catches, such as std::bad_alloc
-    # A wheel has copies where the build had links: what libllama depends on may be another ggml than the one that lies beside it.
+    """Makes a failed check in ggml end the process with one sentence and exit code 1, instead of a backtrace and SIGABRT."""
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # for uncaught C++ exceptions such as std::bad_alloc
+    # A wheel has copies instead of symbolic links: the ggml that libllama loaded may be another file than the one beside it. Set both.
     for library in libraries:
         if hasattr(library, "ggml_set_abort_callback"):
             library.ggml_set_abort_callback.restype = ctypes.c_void_p
@@ -234,29 +238,29 @@ def _end_process(message: bytes) -> None:
     os._exit(1)
 
 
-# C keeps the address of this object.
+# A global, because C keeps its address.
 _ABORT_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_end_process)
 
 
-# The devices that the installed build of llama.cpp computes on: the CPU, and those of its GPU backends (Metal, Vulkan, CUDA, OpenCL).
+# The devices of the installed build of llama.cpp: the CPU, and those of its GPU backends (Metal, Vulkan, CUDA, OpenCL).
 #
-# llama.cpp by itself puts all layers on such devices as soon as a build has them. Here they are asked for by name or kind.
+# By default llama.cpp puts all layers on any such device. Here a device is used only if it is asked for, by name or kind.
 
-# ggml's own variable: the path of a backend that was built alone, such as libggml-vulkan.so (ggml/src/ggml-backend-reg.cpp).
+# ggml's own variable: the path of a separately built backend, such as libggml-vulkan.so (ggml/src/ggml-backend-reg.cpp).
 PLUG_IN_VARIABLE = "GGML_BACKEND_PATH"
-# enum ggml_backend_dev_type (ggml/include/ggml-backend.h): graphics boards, and GPUs that share the processor's memory.
+# enum ggml_backend_dev_type (ggml/include/ggml-backend.h): discrete GPUs, and GPUs that share the processor's memory.
 _GPU_TYPES = (1, 2)
-# The registry of Qualcomm's NPU, whose devices are "GPUs" to ggml.
+# ggml calls the devices of Qualcomm's NPU GPUs too; the name of their registry tells them apart.
 _NPU_REGISTRIES = {"HTP"}
-# What brings GPUs into llama-cpp-python; on macOS Metal is there by itself.
+# Builds llama-cpp-python with Vulkan. On macOS, Metal is always included.
 _BUILD = "CMAKE_ARGS=-DGGML_VULKAN=ON pip install --force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaDevice:
-    """A device: ggml's name for it in small letters ("vulkan0", "metal"), its kind, gpu or npu, and its maker's name as `hardware`.
+    """A device: `name` is ggml's in lower case ("vulkan0", "metal"), `kind` is gpu or npu, `hardware` the manufacturer's name for it.
 
-    `driver` is what its results depend on beside the hardware, in one line. `handle` is ggml's own.
+    `driver` is one line that states what results depend on besides the hardware. `handle` is ggml's pointer.
     """
 
     name: str
@@ -266,7 +270,7 @@ class LlamaDevice:
     handle: int = field(compare=False, repr=False)
 
     def free_bytes(self) -> int | None:
-        """Its memory that is free now; None if its driver states none."""
+        """Returns the device's free memory; None if the driver does not report it."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         _function("ggml_backend_dev_memory", None)(ctypes.c_void_p(self.handle), ctypes.byref(free), ctypes.byref(total))
         return free.value if total.value else None
@@ -274,7 +278,7 @@ class LlamaDevice:
 
 @cache
 def devices() -> tuple[LlamaDevice, ...]:
-    """Returns the devices beside the CPU. Raises BackendError if the library is missing, or if a plug-in that is named does not load."""
+    """Returns the devices other than the CPU. Raises BackendError if the library is missing, or the plug-in of $GGML_BACKEND_PATH fails."""
     _load_plug_in()
     count = _function("ggml_backend_dev_count", ctypes.c_size_t)()
     handles = [_function("ggml_backend_dev_get", ctypes.c_void_p)(ctypes.c_size_t(number)) for number in range(count)]
@@ -283,7 +287,7 @@ def devices() -> tuple[LlamaDevice, ...]:
 
 
 def device_named(name: str) -> LlamaDevice:
-    """Returns the device of that name, or the first of that kind. Raises RequestError, with those there are, if there is none."""
+    """Returns the device of this name, or the first of this kind. Raises RequestError, which lists the devices, if there is none."""
     asked, there = name.lower(), devices()
     for device in there:
         if asked in (device.name, device.kind):
@@ -295,15 +299,15 @@ def device_named(name: str) -> LlamaDevice:
 
 
 def offloaded_to(name: str) -> ctypes.Array[ctypes.c_void_p]:
-    """Returns the list that `llama_model_params.devices` points to: this device, or none, which is the CPU. It has to be kept alive."""
+    """Returns the array for `llama_model_params.devices`, empty for the CPU. The caller keeps it alive until the model is loaded."""
     handles = [] if name == CPU else [device_named(name).handle]
     return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
 
 
 def layers_that_fit(free: int | None, weights: int, beside: int, layers: int) -> int:
-    """Returns how many of the last `layers`, of `weights` bytes in all, fit into free bytes next to `beside` ones that go with them.
+    """Returns how many of the last layers fit on a device with `free` bytes; -1 means all layers and the head.
 
-    -1 is all, with the head. Where the memory is not known all are tried.
+    All `layers` have `weights` bytes in total; `beside` bytes are needed in any case. If `free` is unknown (None), all are tried.
     """
     if free is None or weights + beside <= free:
         return -1
@@ -336,7 +340,7 @@ def _text(name: str, pointer: Any) -> str:
 
 
 def _function(name: str, result: Any) -> Any:
-    """A function of ggml. Raises BackendError if the build does not export it."""
+    """Returns a function of ggml. Raises BackendError if the build does not export it."""
     for library in _libraries():
         if (function := getattr(library, name, None)) is not None:
             function.restype = result

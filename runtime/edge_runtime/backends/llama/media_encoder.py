@@ -1,4 +1,4 @@
-"""The encoder of images and sound in llama.cpp: libmtmd's vision and audio towers, without its decoders of files and its resizing."""
+"""The encoder of images and sound in llama.cpp: libmtmd's vision and audio towers, but not its file decoders and resizing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edge_runtime.bundle.gguf_gemma4 import check_encoder
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.media.encoder_inputs import Image, Sound
 
-# enum llama_flash_attn_type. libmtmd's "auto" would choose by a warm-up image.
+# enum llama_flash_attn_type. With "auto", libmtmd would encode a warm-up image to choose.
 _FLASH_ON = 1
 # The first node of the audio tower's graph, a view of its input (tools/mtmd/models/gemma4a.cpp).
 _SOUND_INPUT = b"inp_raw (transposed)"
@@ -28,10 +28,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class LlamaMediaEncoder:
-    """An opened encoder for a loaded target. Implements `media.soft_rows.Encoder`; it must be closed before its target."""
+    """An opened encoder for a loaded target. Implements `media.soft_rows.Encoder`. It must be closed before its target."""
 
     def __init__(self, library: LlamaLibrary, path: Path, model: Any, *, width: int, threads: int) -> None:
-        """`width` is the target's hidden size. Raises BackendError if the file is not sound, fits another target, or does not load."""
+        """`width` is the target's hidden size. Raises BackendError if the file is damaged, fits another target, or does not load."""
         self._pointer: Any = None
         self._library = library
         self._api = media_library(library)
@@ -42,9 +42,9 @@ class LlamaMediaEncoder:
         params = self._api.mtmd_context_params_default()
         params.use_gpu = params.print_timings = params.warmup = False
         params.n_threads = threads
-        # Less than half of the time for a large image. It keeps K and V in float16 (clip.cpp), which trained weights do not feel.
+        # Takes less than half of the time for a large image. It rounds K and V to float16 (clip.cpp), which trained models tolerate.
         params.flash_attn_type = _FLASH_ON
-        # Images come in their final size. With the default, fewer than 70 rows would be scaled up.
+        # Images arrive in their final size. With the defaults, libmtmd would enlarge an image of fewer than 70 rows.
         params.image_min_tokens, params.image_max_tokens = 1, 1120
         self._callback = type(params.cb_eval)(self._give_mels)
         params.cb_eval = self._callback
@@ -60,7 +60,7 @@ class LlamaMediaEncoder:
         if isinstance(media, Sound) and not self.facts.has_audio:
             raise RequestError("this bundle's encoder takes images only; leave the sound out")
         if isinstance(media, Image) and max(media.rgb.shape[:2]) > self.facts.longest:
-            # ggml would end the process (ggml_get_rows).
+            # Here ggml would abort the process (ggml_get_rows).
             raise RequestError(f"the image is longer than this encoder's {self.facts.longest} pixels; crop it")
         api = self._api
         self._library.log.clear()
@@ -84,9 +84,10 @@ class LlamaMediaEncoder:
             self._pointer = None
 
     def _give_mels(self, node: int, ask: bool, _: int) -> bool:
-        """Is asked before each node is computed; puts our log-mel frames [mels, frames] in place of the tower's input.
+        """ggml's callback before each graph node; replaces the audio tower's input by our log-mel frames [mels, frames].
 
-        libmtmd takes the logarithm of max(mel, 0.001), Gemma 4 of mel + 0.001, which a quiet sound's rows feel (a tenth of their norm).
+        libmtmd computes log(max(mel, 0.001)), but Gemma 4 was trained on log(mel + 0.001). For quiet sound, the rows differ by a tenth of
+        their norm.
         """
         ggml, mels = self._ggml, self._mels
         if ask and mels is not None and ggml.ggml_get_name(node) == _SOUND_INPUT and ggml.ggml_nbytes(node) == mels.nbytes:
@@ -114,7 +115,7 @@ class LlamaMediaEncoder:
         encoded = []
         for chunk in pointers:
             if api.mtmd_input_chunk_get_type(chunk) == api.MTMD_INPUT_CHUNK_TYPE_TEXT:
-                continue  # the begin and end tokens, which the prompt has
+                continue  # the begin and end tokens, which the prompt contains already
             if api.mtmd_encode_chunk(self._pointer, chunk) != 0:
                 raise BackendError(f"llama.cpp failed to encode the media{self._library.quoted_error()}; try again")
             rows: int = api.mtmd_input_chunk_get_n_tokens(chunk)

@@ -1,6 +1,6 @@
-"""Opens a bundle in a child process first where this process may map only so much more (`ulimit -v`).
+"""Tries a bundle in a child process first, where this process has a limit of address space (`ulimit -v`).
 
-llama.cpp and ggml end the process where some of their allocations fail, and which ones do cannot be foreseen. The child has as much
+llama.cpp and ggml abort the process when certain allocations fail, and which ones will fail cannot be foreseen. The child gets as much
 address space as this process has left, opens the bundle as this process would, and computes its largest forwards.
 """
 
@@ -24,14 +24,14 @@ from edge_runtime.errors import BackendError
 
 TIMEOUT_SECONDS = 300.0
 CHILD_COMMAND = limited_command("edge_runtime.backends.llama.memory_trial")
-# What this process may map between the trial and its own forwards: stacks of threads, buffers of text.
+# Reserved for what this process maps between the trial and its own forwards: thread stacks, text buffers.
 _KEPT_BYTES = 32 << 20
 
 
 def try_in_child(folder: Path, options: LlamaOptions, drafter: DrafterKind | None, left: int) -> None:
-    """Returns if a child that may map `left` bytes, less some for this process's own work, opened the bundle so and computed.
+    """Opens the bundle and computes in a child that may map `left` bytes, less a reserve for this process.
 
-    Raises BackendError with its reason otherwise.
+    Raises BackendError with the reason if the child fails.
     """
     setup = {"folder": str(folder.resolve()), "options": asdict(options), "drafter": drafter, "bytes": max(0, left - _KEPT_BYTES)}
     child = run_child([*CHILD_COMMAND, json.dumps(setup)], seconds=TIMEOUT_SECONDS, failure=BackendError)
@@ -44,7 +44,7 @@ def try_in_child(folder: Path, options: LlamaOptions, drafter: DrafterKind | Non
 
 
 def open_and_compute(bundle: Bundle, options: LlamaOptions, drafter_kind: DrafterKind | None) -> None:
-    """Runs in the child: opens a bundle, decodes a row, a whole batch, the rows of a longest verify, and drafts. BackendError, or dies."""
+    """Runs in the child: opens a bundle, decodes one row, a whole batch and the longest verify, and drafts. BackendError, or crashes."""
     target, drafter, _ = open_with_drafter(bundle, options, drafter_kind)
     with target:
         first = max(target.vocabulary.bos, 0)
@@ -58,10 +58,10 @@ def open_and_compute(bundle: Bundle, options: LlamaOptions, drafter_kind: Drafte
 
 
 def main() -> dict[str, object]:
-    """Runs in the child: opens the bundle of the setup in its argument within as much memory, and computes."""
+    """Runs in the child: reads the setup from its argument, limits its own address space, opens the bundle and computes."""
     setup: dict[str, Any] = json.loads(sys.argv[1])
     share_one_arena()
-    llama_library()  # its mapping is not counted, as it is not in the process that asks
+    llama_library()  # loaded before the limit is set, because the parent has loaded it already
     limit_process(Limits(memory_bytes=(mapped_bytes() or 0) + setup["bytes"]))
     bundle = open_bundle(setup["folder"], check="none")
     open_and_compute(bundle, LlamaOptions(**setup["options"]), cast("DrafterKind | None", setup["drafter"]))

@@ -90,7 +90,7 @@ class LlamaBackend:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Beside what all have: `system_info`, `probes` (`quantizations`, `use_extra_bufts`), `stock_reason`; `devices` beside the CPU."""
+        """Adds `system_info`, `probes` (fields of `ProbeAnswer`), `stock_reason`, and `devices` other than the CPU."""
         library = llama_library()
         return {
             "version": library_version(),
@@ -122,7 +122,7 @@ BACKEND = LlamaBackend()
 
 
 def _instruction_sets(system_info: str) -> str:
-    """Returns the instruction sets of llama.cpp's line "CPU : SSE3 = 1 | AVX2 = 1 | ... |"."""
+    """Names the instruction sets in llama.cpp's line "CPU : SSE3 = 1 | AVX2 = 1 | ... |"."""
     parts = (part.rpartition(":")[2].partition("=") for part in system_info.split("|"))
     names = [name.strip() for name, _, value in parts if value.strip() == "1"]
     return f"built for {' '.join(names)}" if names else "the build lists no instruction sets"
@@ -140,13 +140,13 @@ def _identity(device: LlamaDevice) -> str:
 
 
 def _checked_memory(request: OpenRequest, device: LlamaDevice | None) -> tuple[MemoryRequest, bool]:
-    """Returns what takes memory, with repacked weights, and whether there is room for these. Raises RequestError if it does not fit.
+    """Returns what the bundle needs memory for, and whether repacked copies of the weights fit too. RequestError if it does not fit at all.
 
-    Repacked weights are counted, because what decides on repacking runs later.
+    The plan includes the copies, because whether weights are repacked is decided later.
     """
     if address_space_left() is not None:
         share_one_arena()
-        llama_library()  # what it maps is no longer left
+        llama_library()  # loaded first, so that the address space it takes is not counted as free
     media, settings, limit = request.bundle.manifest.media, request.settings, request.memory_limit
     check_budget(request.image_rows)
     plan = MemoryRequest(
@@ -165,9 +165,10 @@ def _checked_memory(request: OpenRequest, device: LlamaDevice | None) -> tuple[M
 
 
 def _repacks_in_trial(request: OpenRequest, options: LlamaOptions, left: int, room_for_copies: bool) -> bool:
-    """Returns whether the bundle runs with repacked weights in as much address space; a crash probe could not say why its child died.
+    """Returns whether the bundle runs with repacked weights in `left` bytes of address space, by a trial in a child process.
 
-    Raises BackendError if it does not run without them either.
+    The trial replaces the crash probe, which could not tell a lack of address space from a crash. Raises BackendError if the bundle does
+    not run without repacked weights either.
     """
     for repack in (True, False) if room_for_copies else (False,):
         try:
@@ -199,9 +200,9 @@ def _options(request: OpenRequest, plan: MemoryRequest, device: LlamaDevice | No
 
 
 def _layers_on(device: LlamaDevice, request: OpenRequest, plan: MemoryRequest) -> int:
-    """Returns how many layers fit into the device's free memory beside all that the drafter and forwards take. RequestError if none does.
+    """Returns how many layers fit into the device's free memory, after the drafter, KV cache and buffers. RequestError if none does.
 
-    Says how many where they are not all.
+    Tells the user if not all layers fit.
     """
     planned, bundle = memory_plan(request.bundle.manifest, plan), request.bundle
     target = bundle.file("target", "gguf").bytes

@@ -1,4 +1,4 @@
-"""A pair in llama.cpp: the target's sequences, and the drafter that was asked for or the usual one of the bundle."""
+"""A pair in llama.cpp: the target with its sequences, and the requested drafter or the bundle's default one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ModelDrafter = LlamaDrafter | LlamaKernelDrafter
 
 
 class SequenceDrafter:
-    """A model drafter for one sequence of its target. Implements `interfaces.Drafter`; the target closes the drafter itself."""
+    """A view of a model drafter for one sequence of its target. Implements `interfaces.Drafter`."""
 
     stepwise = True
 
@@ -41,10 +41,10 @@ class SequenceDrafter:
 
 
 class LlamaSequenceBatch:
-    """All sequences of a target with their drafters. Implements `interfaces.SequenceBatch`."""
+    """All sequences of a target, with their drafters. Implements `interfaces.SequenceBatch`."""
 
     def __init__(self, target: LlamaTarget, drafter: Drafter | None) -> None:
-        """`drafter` is a model drafter, which serves all sequences, or a LookupDrafter, of which each gets its own, or None."""
+        """`drafter` is a model drafter, which serves all sequences; or a LookupDrafter, then each sequence gets its own; or None."""
         self.targets = tuple(target.shared.sequences)
         self._shared = target.shared
         self._drafter = drafter if isinstance(drafter, ModelDrafter) else None
@@ -55,7 +55,7 @@ class LlamaSequenceBatch:
             self.drafters = tuple(LookupDrafter(sequence) if drafter is not None else None for sequence in self.targets)
 
     def draft_all(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Drafts for all requests, with one forward a step where a model of llama.cpp drafts."""
+        """Drafts for all requests. llama.cpp's own drafter computes a step of all of them in one forward."""
         if self._drafter is not None:
             return self._drafter.draft_all(requests)
         own = [self.drafters[request.sequence] for request in requests]
@@ -68,7 +68,7 @@ class LlamaSequenceBatch:
         return self._shared.verify_all([(self.targets[number], tokens) for number, tokens in batches])
 
     def set_threads(self, counts: ThreadCounts) -> None:
-        """Sets how many threads each phase runs on."""
+        """Sets the number of threads of each phase."""
         self._shared.set_threads(counts.prefill, counts.verify)
         if self._drafter is not None:
             self._drafter.set_threads(counts.draft)
@@ -81,9 +81,9 @@ _HEAD = "drafter_head"
 
 
 def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOptions) -> tuple[LlamaTarget, LlamaDrafter | None]:
-    """Opens the target and, if there is one and `options.draft` is set, its drafter. Closing the target closes both.
+    """Opens the target and, if `drafter_path` and `options.draft` are set, llama.cpp's own drafter. Closing the target closes both.
 
-    Raises BackendError if a file is missing or does not load, or if the two are no pair; then nothing stays open.
+    Raises BackendError if a file is missing or does not load, or if the drafter belongs to another target; then nothing stays open.
     """
     target = LlamaTarget(target_path, options)
     if drafter_path is None or not options.draft:
@@ -98,9 +98,9 @@ def open_pair(target_path: Path, drafter_path: Path | None, options: LlamaOption
 def open_with_drafter(
     bundle: Bundle, options: LlamaOptions, requested: DrafterKind | None, packed: PackedCache | None = None
 ) -> tuple[LlamaTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and the kind of drafter. Closing the target closes both. `packed` keeps the target's packed weights.
+    """Returns the target, its drafter and the drafter's kind. Closing the target closes both. `packed` caches the target's packed weights.
 
-    Raises BundleError if the bundle has no such drafter, BackendError if a file does not load; then nothing stays open.
+    Raises BundleError if the bundle lacks the requested drafter, BackendError if a file does not load; then nothing stays open.
     """
     path, sha256 = bundle.path("target", "gguf"), bundle.file("target", "gguf").sha256
     with contextlib.nullcontext() if packed is None else packed.loading(PackedSource(path=path, sha256=sha256)):
@@ -119,9 +119,10 @@ def open_with_drafter(
 def open_model_drafter(
     bundle: Bundle, target: LlamaTarget, options: LlamaOptions, requested: DrafterKind | None
 ) -> tuple[ModelDrafter, DrafterKind]:
-    """Opens a drafter on an opened target: the kernels' own, or where they do not compute it llama.cpp's, which is dense. Returns its kind.
+    """Opens a drafter for an opened target and returns it with its kind.
 
-    Raises BundleError for a split drafter that the bundle has not, BackendError for one that the kernels do not compute.
+    The kernels' drafter is preferred; where the kernels cannot compute the model, llama.cpp's dense drafter is used. Raises BundleError if
+    a split drafter is requested that the bundle lacks, BackendError if one is requested that the kernels cannot compute.
     """
     if requested == "split" and not bundle.has(_HEAD):
         raise BundleError(f"{bundle.folder} has no split drafter: only checkpoints with ordered embeddings give one; choose dense")
@@ -133,7 +134,7 @@ def open_model_drafter(
     kind: DrafterKind = requested or ("split" if bundle.has(_HEAD) else "dense")
     try:
         return LlamaKernelDrafter(path, bundle.path(_HEAD) if kind == "split" else None, target, target_path), kind
-    except ValueError as error:  # what is wrong with the files, llama.cpp's drafter says
+    except ValueError as error:  # unless split was requested, llama.cpp's drafter is tried; it reports what is wrong with the files
         if requested == "split":
             raise BackendError(
                 f"the row kernels do not compute this split drafter ({error}), and llama.cpp has none; choose dense"
@@ -145,5 +146,5 @@ def open_model_drafter(
 
 
 def drafter_opened(bundle: Bundle, requested: DrafterKind | None, device: str = CPU) -> DrafterKind:
-    """Returns the requested kind, else split where the bundle has it and the row kernels run, which compute it on the CPU."""
+    """Returns the requested kind; by default split, if the bundle has it and the row kernels run, which compute it on the CPU only."""
     return requested or ("split" if device == CPU and bundle.has(_HEAD) and kernels_draft() else "dense")

@@ -1,4 +1,4 @@
-"""The target in llama.cpp: its tokenizer, and one context, in which one or several sequences have their K/V rows."""
+"""The target in llama.cpp: its tokenizer, and one context with the K/V rows of one or several sequences."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from edge_runtime.bundle.gguf_gemma4 import TARGET
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows, Logits
 
-# llama_tokenize counts in int32 and a token is never longer than its text, so no longer text can be asked for.
+# llama_tokenize counts bytes and tokens in int32, and a text can have as many tokens as bytes.
 MAX_TEXT_BYTES = (1 << 31) - 64
 _NO_TOKEN = -1
-# llama_token_attr (include/llama.h). Of user-defined tokens, which stay visible in output, only those in Gemma 4's brackets mean something.
+# llama_token_attr (include/llama.h). User-defined tokens stay visible in output; only those in Gemma 4's brackets are control tokens.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16
 _BRACKETED = re.compile(rb"<\|[^<>]+>|<[^<>]+\|>")
 
 
 class LlamaVocabulary(TokenRange):
-    """The vocabulary of a loaded model, valid as long as that model; `eog_tokens` end a generation."""
+    """The vocabulary of a loaded model, valid until that model is closed. Implements `interfaces.Vocabulary`."""
 
     def __init__(self, library: LlamaLibrary, model: Any) -> None:
         self._api = library.api
         self.kept = {}
         self._open_vocab: Any = self._api.llama_model_get_vocab(model)
         self.size: int = self._api.llama_vocab_n_tokens(self._vocab)
-        vocab, ends = self._vocab, self._api.llama_vocab_is_eog  # looked up once, not for each of 262,144 tokens
+        vocab, ends = self._vocab, self._api.llama_vocab_is_eog  # looked up once rather than for each of 262,144 tokens
         self.eog_tokens = frozenset(token for token in range(self.size) if ends(vocab, token))
         self.bos: int = self._api.llama_vocab_bos(self._vocab)
         self.eos: int = self._api.llama_vocab_eos(self._vocab)
@@ -63,13 +63,13 @@ class LlamaVocabulary(TokenRange):
         return self._open_vocab
 
     def close(self) -> None:
-        """Forgets the vocabulary, which the model frees. Can be called twice."""
+        """Drops the pointer to the vocabulary, which the model owns. Can be called twice."""
         self._open_vocab = None
         self.kept.clear()
 
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:
-        """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
+        """The texts of the control tokens, with their ids: <|turn> and the like, and visible marks in output such as <|channel>."""
         controls = {}
         for token in range(self.size):
             attributes = self._api.llama_vocab_get_attr(self._vocab, token)
@@ -82,8 +82,9 @@ class LlamaVocabulary(TokenRange):
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         """Returns the token ids of `text`.
 
-        Any str is taken: NUL is a character like others, and a surrogate that is no half of a pair becomes U+FFFD.
-        `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
+        Any str is accepted: NUL is an ordinary character, and a lone surrogate becomes U+FFFD.
+        `parse_special` turns control tokens that are written out in the text, such as <|turn>, into those tokens; never set it for
+        untrusted text.
         """
         data = well_formed(text).encode("utf-8")
         if len(data) > MAX_TEXT_BYTES:
@@ -101,26 +102,24 @@ class LlamaVocabulary(TokenRange):
             size = -written
 
     def _tokenize(self, data: bytes, parse_special: bool) -> list[int]:
-        # One token per byte is the most that byte fallback can give.
+        # Byte fallback gives at most one token per byte.
         capacity = len(data) + 1
-        # An array of ctypes would be a new type for each length, which only the garbage collector takes away.
+        # A ctypes array would create a new type for each length, which only the garbage collector frees.
         buffer = np.empty(capacity, np.int32)
         first = ctypes.byref(ctypes.c_int32.from_address(handed(buffer, np.int32, capacity)))
-        # llama.cpp would add <eos> along with <bos> if a file asks for it, so special tokens are added by `encode`.
+        # add_special is False, because with it some files get <eos> as well as <bos>; `encode` adds <bos>.
         count: int = self._api.llama_tokenize(self._vocab, data, len(data), first, capacity, False, parse_special)
         if count < 0:
             raise RequestError(f"the tokenizer refused a text of {len(data)} bytes (code {count}); shorten it")
         return [int(token) for token in buffer[:count]]
 
 
-# The target in llama.cpp: one context, in which one or several sequences have their K/V rows.
-#
-# How target and drafter work together is shown by llama.cpp's common/speculative.cpp (draft-mtp) and src/models/gemma4-assistant.cpp.
+# For how target and drafter work together in llama.cpp, see common/speculative.cpp (draft-mtp) and src/models/gemma4-assistant.cpp there.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Tokens to append to a sequence; logits and hidden rows are computed for the last `flagged` of them."""
+    """Tokens to append to a sequence. Logits and hidden rows are computed for the last `flagged` of them only."""
 
     sequence: LlamaSequence
     ids: NDArray[np.int64]
@@ -128,15 +127,15 @@ class Rows:
 
 
 class LlamaTargetContext(LlamaModel):
-    """The target's model, and a context whose memory `options.sequences` sequences share. Closing it closes the drafters first."""
+    """The target's model, and a context whose KV cache `options.sequences` sequences share. Closing it closes the drafters first."""
 
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         super().__init__(path, TARGET, options)
         self.options = options
-        self.drafters: list[Any] = []  # that are closed with it
+        self.drafters: list[Any] = []  # closed with this context
         self.sequences: list[LlamaSequence] = []
         self.encoder: LlamaMediaEncoder | None = None
-        # Where a drafter of the kernels reads; it sets and closes it.
+        # Records which cells a forward attends to, for `LlamaKernelDrafter`, which sets and closes it.
         self.watch: CellWatch | None = None
         try:
             self._open(path)
@@ -152,8 +151,8 @@ class LlamaTargetContext(LlamaModel):
         self.max_rows = options.max_draft_length + 1
         params = context_params(self._library, options, self.max_rows * options.sequences)
         self._pointer = open_context(self._library, self._model, params, path)
-        # Masked: hidden rows exist for flagged rows only, in their order, so that the last layer leaves out the others
-        # (src/models/gemma4.cpp, inp_out_ids), and the row kernels in the layers before it (ggml/read_rows.h).
+        # The last argument, masked: hidden rows exist for flagged rows only. So the last layer skips all other rows
+        # (src/models/gemma4.cpp, inp_out_ids), and the row kernels skip them in earlier layers too (ggml/read_rows.h).
         self._library.staging.llama_set_embeddings_nextn(self._pointer, options.draft, True)
         self.vocabulary = LlamaVocabulary(self._library, self._model)
         self.hidden_size: int = api.llama_model_n_embd_out(self._model)
@@ -161,7 +160,7 @@ class LlamaTargetContext(LlamaModel):
         self.forms = cache_forms(self.header, options.kv_type)
         self.chunk: int = api.llama_n_batch(self._pointer)
         slack = rewind_slack(options.context, self.window, api.llama_n_ubatch(self._pointer))
-        # With several sequences, only the rows of the newest forward can always be removed (src/llama-kv-cache.cpp, find_slot).
+        # With several sequences, only the rows of the newest forward are sure to be removable (src/llama-kv-cache.cpp, find_slot).
         self.rewind_slack = slack if options.sequences == 1 else min(slack, self.max_rows)
         self._memory = api.llama_get_memory(self._pointer)
         self._threads = (options.threads, options.threads)
@@ -170,9 +169,9 @@ class LlamaTargetContext(LlamaModel):
         self._soft_batch: Batch | None = None
 
     def verify_all(self, batches: Sequence[tuple[LlamaSequence, Sequence[int]]]) -> list[Logits]:
-        """Verifies the tokens of several different sequences with one forward; returns their views [len(tokens), vocabulary] in order.
+        """Verifies the tokens of several sequences, all different, in one forward; returns logits [len(tokens), vocabulary] of each.
 
-        The views are dead after the next forward of any sequence. Raises as `LlamaSequence.verify` does; then all caches are as they were.
+        They are views, valid until the next forward of any sequence. Raises as `LlamaSequence.verify` does; then no cache has changed.
         """
         rows = [Rows(sequence=sequence, ids=sequence.checked(tokens), flagged=len(tokens)) for sequence, tokens in batches]
         for group in rows:
@@ -184,7 +183,7 @@ class LlamaTargetContext(LlamaModel):
         return [logits[end - len(group.ids) : end] for group, end in zip(rows, ends, strict=True)]
 
     def set_threads(self, prefill: int, verify: int) -> None:
-        """Sets the threads of prefills, and of verifies, one row or several."""
+        """Sets the number of threads of prefills and of verifies; a verify of one row is plain decoding."""
         self._threads = (prefill, verify)
 
     def forward(self, rows: Sequence[Rows]) -> None:
@@ -200,9 +199,9 @@ class LlamaTargetContext(LlamaModel):
             self._hand_out_hidden(rows, flagged)
 
     def forward_soft(self, sequence: LlamaSequence, ids: NDArray[np.int64], rows: NDArray[np.float32], *, whole: bool) -> None:
-        """Appends soft rows [n, hidden size] to a sequence, which `ids` stand for. Raises as `forward` does.
+        """Appends soft rows [n, hidden size] to a sequence; `ids` stand for them in `tokens`. Raises as `forward` does.
 
-        `whole` rows attend to each other in both directions, on the sliding layers only (src/models/gemma4.cpp, non_causal_type).
+        If `whole`, they attend to each other in both directions, on the sliding layers only (src/models/gemma4.cpp, non_causal_type).
         """
         self.require_open()
         for other in self.sequences:
@@ -210,7 +209,7 @@ class LlamaTargetContext(LlamaModel):
         if self._soft_batch is None:
             self._soft_batch = Batch(self._api, self.chunk, self.hidden_size, sequences=self.options.sequences)
         self._soft_batch.add_rows(rows, sequence.length, sequence.number)
-        # A flag of the context: no other sequence shares this forward.
+        # Causal attention is a flag of the whole context, so no other sequence may share this forward.
         self._api.llama_set_causal_attn(self._pointer, not whole)
         try:
             self._decode(self._soft_batch, [Rows(sequence=sequence, ids=ids, flagged=0)])
@@ -238,7 +237,7 @@ class LlamaTargetContext(LlamaModel):
             group.sequence.append(group.ids)
 
     def _hand_out_hidden(self, rows: Sequence[Rows], flagged: int) -> None:
-        # No copy: drafting runs in another context, so these rows last until the target's next forward, which brings its own.
+        # Views are enough: drafting runs in another context, so these rows are valid until the target's next forward replaces them.
         hidden = floats(self._library.staging.llama_get_embeddings_nextn(self._pointer), flagged, self.hidden_size)
         first = 0
         for group in rows:
@@ -251,7 +250,7 @@ class LlamaTargetContext(LlamaModel):
         self._api.llama_memory_seq_rm(self._memory, number, length, -1)
 
     def oldest_row(self, number: int) -> int:
-        """Returns the position of the oldest row that all layers still have; -1 if there is none."""
+        """Returns the position of the oldest row that is still in all layers; -1 if there is none."""
         self.require_open()
         lowest: int = self._api.llama_memory_seq_pos_min(self._memory, number)
         return lowest
@@ -281,7 +280,7 @@ class LlamaTargetContext(LlamaModel):
         return self._pointer is not None
 
     def open_encoder(self, path: Path) -> LlamaMediaEncoder:
-        """Opens the encoder of images and sound on this model; one at a time. Raises BackendError if it does not load."""
+        """Opens the encoder of images and sound for this model, and closes the previous one. Raises BackendError if it does not load."""
         self.require_open()
         self.close_encoder()
         self.encoder = LlamaMediaEncoder(self._library, path, self._model, width=self.hidden_size, threads=self.options.threads)
@@ -299,7 +298,7 @@ class LlamaTargetContext(LlamaModel):
             raise RequestError("the model is closed; open the bundle again")
 
     def close(self) -> None:
-        """Frees the drafters, which live on this context's memory, then the context and the model. Can be called twice."""
+        """Frees the drafters, which use this context's KV cache, then the context and the model. Can be called twice."""
         self.close_encoder()
         while self.drafters:
             self.drafters.pop().close()
@@ -311,12 +310,12 @@ class LlamaTargetContext(LlamaModel):
 
 
 def _bytes_of(array: NDArray[np.uint8]) -> Any:
-    # ctypes.cast would leave a cycle of references that keeps the state until garbage is collected.
+    # ctypes.cast would create a reference cycle, which keeps the state in memory until the garbage collector runs.
     return ctypes.byref(ctypes.c_uint8.from_address(handed(array, np.uint8, array.size)))
 
 
 class LlamaSequence(CommittedText):
-    """One sequence of a target's context. Implements `interfaces.Target`; it is closed with the context."""
+    """One sequence of a target's context. Implements `interfaces.MediaTarget` and `interfaces.SavableTarget`."""
 
     def __init__(self, shared: LlamaTargetContext) -> None:
         whole = shared.chunk if shared.options.bidirectional else 0
@@ -334,9 +333,10 @@ class LlamaSequence(CommittedText):
         shared.sequences.append(self)
 
     def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
-        """Appends tokens, if any, in chunks of the batch size; hidden rows are computed of those that are read, no logits.
+        """Appends tokens, if any, in chunks of the batch size. Computes no logits, and hidden rows only for the last `rows_read` tokens.
 
-        Raises RequestError if they do not fit the context or the vocabulary, BackendError if llama.cpp fails: then the cache is as it was.
+        Raises RequestError if the tokens do not fit the context or the vocabulary, and BackendError if llama.cpp fails; after an error the
+        cache is unchanged.
         """
         if not tokens:
             return
@@ -351,14 +351,14 @@ class LlamaSequence(CommittedText):
             raise
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
-        """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for, in chunks of the batch size.
+        """Appends the soft rows [n, hidden size] of an image or sound in chunks of the batch size; negative `ids` stand for them.
 
-        A `whole` image must fit one batch. Drafts need a hidden row, which the next token brings. Raises as `prefill` does.
+        A `whole` image must fit into one batch. Drafting is unavailable until the next forward of a token. Raises as `prefill` does.
         """
         values = self.checked_soft(ids, rows)
         start, chunk = self.length, self.shared.chunk
         if whole and len(values) > self.whole_rows:
-            # llama.cpp would end the process (src/llama-context.cpp, decode).
+            # Here llama.cpp would abort the process (src/llama-context.cpp, decode).
             raise RequestError(
                 f"an image of {len(values)} tokens does not fit a batch of {self.whole_rows}; open the bundle with a larger one"
             )
@@ -372,29 +372,29 @@ class LlamaSequence(CommittedText):
     def verify(self, tokens: Sequence[int]) -> Logits:
         """One forward over at most `max_rows` tokens; returns a view of llama.cpp's float32 logits [len(tokens), vocabulary].
 
-        The view is dead after the next prefill, verify or close: copy what must last. Raises as `prefill` does.
+        The view is valid until the next prefill, verify or close. Raises as `prefill` does.
         """
         return self.shared.verify_all([(self, tokens)])[0]
 
     def rollback(self, length: int) -> None:
         """Removes all rows from `length` on. The drafter continues from the hidden row of the last kept token.
 
-        Before the newest batch there is no such row: then drafts are empty until the next verify or prefill. Raises RequestError
-        if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
-        the greatest length so far. After such a refusal nothing has changed.
+        Only the newest forward has hidden rows. After a rollback to an earlier one, drafts are empty until the next verify or prefill.
+        Raises RequestError if the sliding cache no longer holds the rows that a forward at `length` would attend to; then nothing has
+        changed. Within `rewind_slack` rows of the greatest length so far, that never happens.
         """
         self.check_rollback(length)
         self._truncate(length)
 
     def state(self, first: int = 0) -> KvRows:
-        """Returns the K/V rows from position `first` on; of the sliding layers those that the next token attends to."""
+        """Returns the K/V rows from position `first` on; for the sliding layers, only those that the next token attends to."""
         return self.shared.state(self.number, self.length, first)
 
     def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
-        """Replaces all rows by `rows`, made of `tokens`. There are no drafts until the next forward.
+        """Replaces the contents of the cache by the saved `rows` of `tokens`. Drafting is unavailable until the next forward.
 
-        Of the sliding layers it takes one window, so `rollback_floor` and not `rewind_slack` says how far it can be rolled back.
-        Raises RequestError if they do not fit, then nothing has changed, and BackendError if llama.cpp refuses them, then it is empty.
+        Only one window of sliding rows is restored, so `rollback_floor`, not `rewind_slack`, says how far a rollback can then go. Raises
+        RequestError if the rows do not fit; the cache is then unchanged. Raises BackendError if llama.cpp refuses them; it is then empty.
         """
         self.check_state(tokens, rows)
         self.forget_hidden()
@@ -405,18 +405,18 @@ class LlamaSequence(CommittedText):
 
     @property
     def rollback_floor(self) -> int:
-        """The smallest length above 0 whose next forward has all rows that it attends to."""
-        # Rows are removed from the oldest on (src/llama-kv-cache.cpp, apply_ubatch), and a row attends to window - 1 before it.
+        """The smallest length above 0 at which the cache holds all rows that the next forward attends to."""
+        # llama.cpp evicts the oldest rows first (src/llama-kv-cache.cpp, apply_ubatch), and a row attends to window - 1 rows before it.
         oldest = self.shared.oldest_row(self.number)
         return oldest + self.shared.window - 1 if self.shared.window and oldest > 0 else 0
 
     def close(self) -> None:
-        """Returns the rows to the context. Can be called twice, or after the context was closed."""
+        """Frees the sequence's rows in the context. Can be called twice, or after the context was closed."""
         if self.length and self.shared.is_open:
             self._truncate(0)
 
     def keep_hidden(self, *, forget: bool) -> None:
-        """Before a forward overwrites the context's hidden rows: copies the one that a draft would need, or forgets all."""
+        """Must be called before a forward overwrites the context's hidden rows: copies the row that a draft needs, or forgets all."""
         row = None if forget else self.hidden_row
         if row is None:
             self.forget_hidden()
@@ -425,12 +425,12 @@ class LlamaSequence(CommittedText):
             self.take_hidden(row[None].copy())
 
     def take_flagged(self, rows: NDArray[np.float32], first: int) -> None:
-        """Takes the hidden rows of the newest tokens; the first of them was the flagged row of that number in the forward."""
+        """Keeps a view of the hidden rows of the newest tokens; `first` is the index of the first among the flagged rows of the forward."""
         self._first_flagged, self._cells_kept = first, False
         self.take_hidden(rows)
 
     def visible_cells(self) -> VisibleCells | None:
-        """The cells that the row of the hidden row attends to; None where they are not known. Valid until the next call or rollback."""
+        """Returns the cells that the token of the hidden row attends to, or None if unknown. Valid until the next call or rollback."""
         watch = self.shared.watch
         if watch is None or self._cells_kept:
             return self._cells
@@ -448,7 +448,7 @@ class LlamaSequence(CommittedText):
 
 
 class LlamaTarget(LlamaSequence):
-    """The target of a pair: the first sequence of a context that it opens and closes. Close it, or use it as a context manager."""
+    """The target of a pair: it opens a context and is its first sequence. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path, options: LlamaOptions) -> None:
         """Raises BackendError if the file does not load, RequestError if the context is too long for the model."""
