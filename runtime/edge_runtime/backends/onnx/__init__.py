@@ -1,1 +1,1 @@
-"""ONNX Runtime."""
+"""The ONNX Runtime backend."""

@@ -1,4 +1,4 @@
-"""onnxruntime, which only this module imports: its version, the devices that it and its plug-ins compute on, and sessions on them."""
+"""onnxruntime, which no other module imports: its version, the devices of its execution providers, and sessions on them."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from edge_runtime.backends.kernels.loader import end_on_lost_files, kernels_path
 from edge_runtime.bundle.onnx_graph import CONTRIB, KERNELS
 from edge_runtime.errors import BackendError, RequestError
 
-# A plug-in is a package beside onnxruntime whose library adds an execution provider; it is registered when a device beside the CPU is
-# asked for. Their devices are named by onnxruntime, so one that is not there is never replaced in silence.
+# A plug-in is a package whose library adds an execution provider to onnxruntime. Plug-ins are registered when a device other than the CPU
+# is asked for. onnxruntime lists their devices, so a missing device is an error and never silently replaced by the CPU.
 
-# 1.31.0 to 1.32.0, the newest version, run all graphs. 1.28 to 1.30 load them and crash in attention without present outputs; 1.24
+# All graphs run on 1.31.0 to 1.32.0, the newest version. 1.28 to 1.30 load them, but crash in attention without present outputs; 1.24
 # rejects them.
 FIRST_VERSION = (1, 31)
 END_VERSION = (1, 33)
 KINDS = (CPU, GPU, NPU)
 _CPU_PROVIDER, _QNN = "CPUExecutionProvider", "QNNExecutionProvider"
-# Only what ends the process (4: fatal) is written to standard error; what fails is raised.
+# onnxruntime logs fatal errors only (4) to standard error; all others are raised.
 SEVERITY = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlugIn:
-    """A package that adds an execution provider, and the extra that installs it; `kind` if it computes on this kind alone.
+    """A package that adds an execution provider, and the extra that installs it. `kind` is set if it supports only this kind of device.
 
-    Such a plug-in names the processor as its device where software stands in for the hardware.
+    A plug-in with a `kind` reports the CPU as its device where software simulates the hardware.
     """
 
     provider: str
@@ -51,15 +51,15 @@ class PlugIn:
     kind: str | None = None
 
 
-# Those that were run.
+# The plug-ins that were tested.
 PLUG_INS = (
     PlugIn(provider="OpenVINOExecutionProvider", module="onnxruntime_ep_openvino", package="onnxruntime-ep-openvino", extra="openvino"),
     PlugIn(provider=_QNN, module="onnxruntime_qnn", package="onnxruntime-qnn", extra="qnn", kind=NPU),
 )
-# Which chip QNN's simulator for other processors is: a Snapdragon 8 Gen 3.
+# The chip that QNN's simulator on other processors simulates: a Snapdragon 8 Gen 3.
 _SIMULATED = {"soc_model": "57", "htp_arch": "75"}
-# Providers inside of onnxruntime's own wheels that compute on other devices than the CPU. That of onnxruntime-openvino is none of them:
-# it computes on the CPU, and says nothing, where the device is missing.
+# Providers that onnxruntime's own wheels contain. The one of onnxruntime-openvino is not listed, because it silently computes on the CPU if
+# the device is missing.
 _BUILT_IN = {
     "CoreMLExecutionProvider": GPU,
     "CUDAExecutionProvider": GPU,
@@ -71,11 +71,11 @@ _BUILT_IN = {
 
 @dataclass(frozen=True, kw_only=True)
 class OrtDevice:
-    """A device: its name for people ("qnn", "openvino:NPU"), its execution provider and its kind, cpu, gpu or npu.
+    """A device: its display name ("qnn", "openvino:NPU"), its execution provider, and its kind, cpu, gpu or npu.
 
-    `hardware` is its maker's name. `driver` is what its results depend on beside the hardware, in one line: versions of the plug-in and of
-    drivers. `handle` is onnxruntime's own, None for a provider that needs no plug-in; `options` are the provider's. `software`: a processor
-    computes in its place, so it is taken by its name only.
+    `hardware` is the manufacturer's name for it. `driver` is one line that states what results depend on besides the hardware: versions of
+    the plug-in and of drivers. `handle` is onnxruntime's object, None for a provider that needs no plug-in; `options` are the provider's.
+    `software`: the CPU simulates the device, so it is used only if asked for by name, not by kind.
     """
 
     name: str = CPU
@@ -98,24 +98,24 @@ PROCESSOR = OrtDevice()
 
 @cache
 def onnxruntime_module() -> Any:
-    """The onnxruntime module. Raises BackendError if it is missing."""
+    """Imports onnxruntime. Raises BackendError if it is missing."""
     try:
         import onnxruntime
     except ImportError as error:
         raise BackendError(f"onnxruntime is not installed ({error}); {how_to_get('onnx')}") from error
     end_on_lost_files()
     onnxruntime.set_default_logger_severity(SEVERITY)
-    onnxruntime.disable_telemetry_events()  # for a program that imported onnxruntime before us: then nothing more is collected
+    onnxruntime.disable_telemetry_events()  # in case a program imported onnxruntime before us, with telemetry on
     return onnxruntime
 
 
 def library_version() -> str:
-    """Returns onnxruntime's version, e.g. "1.31.1". BackendError if it is missing."""
+    """Returns onnxruntime's version, e.g. "1.31.1". Raises BackendError if it is missing."""
     return str(onnxruntime_module().__version__)
 
 
 def check_version() -> None:
-    """Raises BackendError if this onnxruntime is not one that was tested."""
+    """Raises BackendError unless this version of onnxruntime was tested."""
     version = library_version()
     if not FIRST_VERSION <= tuple(int(part) for part in version.split(".")[:2]) < END_VERSION:
         raise BackendError(f"onnxruntime {version} was not tested with these graphs, 1.31 and 1.32 were; {how_to_get('onnx')}")
@@ -123,7 +123,7 @@ def check_version() -> None:
 
 @cache
 def devices() -> tuple[OrtDevice, ...]:
-    """Returns the devices there are, the CPU first; registers the plug-ins. BackendError if onnxruntime is missing."""
+    """Registers the plug-ins and returns all devices, the CPU first. Raises BackendError if onnxruntime is missing."""
     ort = onnxruntime_module()
     built_in = ort.get_available_providers()
     plugged = [device for plug_in in PLUG_INS if plug_in_failure(plug_in) is None for device in _devices_of(plug_in)]
@@ -137,7 +137,7 @@ def devices() -> tuple[OrtDevice, ...]:
 
 @cache
 def plug_in_failure(plug_in: PlugIn) -> str | None:
-    """Registers a plug-in; returns why that failed, an empty text if it is not installed, None if it is registered."""
+    """Registers a plug-in. Returns None, or why that failed; "" if it is not installed."""
     if find_spec(plug_in.module) is None:
         return ""
     ort = onnxruntime_module()
@@ -145,15 +145,15 @@ def plug_in_failure(plug_in: PlugIn) -> str | None:
         return f"this onnxruntime has {plug_in.provider} built in: uninstall onnxruntime-{plug_in.extra}, then install onnxruntime"
     try:
         ort.register_execution_provider_library(plug_in.provider, import_module(plug_in.module).get_library_path())
-    except Exception as error:  # noqa: BLE001  # a library that does not load, or of another version
+    except Exception as error:  # noqa: BLE001  # the library does not load, or is of another version
         return first_line(error)
     return None
 
 
 def device_named(name: str | None) -> OrtDevice:
-    """Returns a device by its name, its kind, or its provider's name. None is the CPU.
+    """Returns the device with this name, kind or provider. None is the CPU.
 
-    Raises RequestError, with those there are, if there is none, or if several have that provider.
+    Raises RequestError, which lists the devices, if there is none, or if several have that provider.
     """
     if name is None or name.lower() == CPU:
         return PROCESSOR
@@ -170,7 +170,7 @@ def device_named(name: str | None) -> OrtDevice:
 
 
 def _missing(name: str, typed: str) -> str:
-    """Why there is no such device, and what to do."""
+    """Returns a sentence: why there is no such device, and what to do."""
     there = f"there is no device {typed!r} that onnxruntime computes on here; there are {_names(devices())}"
     meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name == NPU]
     for plug_in in meant:
@@ -187,7 +187,7 @@ def _missing(name: str, typed: str) -> str:
 
 
 def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
-    """The devices of a plug-in that is registered; those that choose among others by themselves are left out."""
+    """Returns the devices of a registered plug-in. Virtual devices, which choose among others, have another `ep_name` and are left out."""
     handles = [each for each in onnxruntime_module().get_ep_devices() if each.ep_name == plug_in.provider]
     version = installed_version(plug_in.package) or "unknown"
     made: dict[str, OrtDevice] = {}
@@ -217,10 +217,9 @@ def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
 
 
 def _options(plug_in: PlugIn, *, software: bool) -> tuple[tuple[str, str], ...]:
-    """What a provider must be set to.
+    """Returns the options that a provider needs.
 
-    OpenVINO's processor: not to round to bfloat16, which it does where the processor can. QNN: where its library for the NPU is, and to
-    compute in float16.
+    OpenVINO would round to bfloat16 on a CPU that supports it. QNN must know where its library for the NPU is, and computes in float16.
     """
     if plug_in.kind is None:
         return (("load_config", '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'),)
@@ -242,15 +241,15 @@ def _names(there: Sequence[OrtDevice]) -> str:
     return ", ".join(device.name for device in there)
 
 
-# The kernels' products with weights in blocks.
+# The kernels' operators that multiply with weights quantized in blocks.
 PRODUCTS = frozenset((KERNELS, name) for name in ("MatMulRows", "MatMulCapRows", "MatMulStatic", "FeedForwardRows"))
-# GroupQueryAttention without its flash kernel: quicker for as few rows as a verify has. It is read while a session is made.
+# Turns off the flash kernel of GroupQueryAttention, which is slower for the few rows of a verify. It is read when a session is created.
 _NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a graph is opened. What the device's execution provider cannot run falls back to the CPU's."""
+    """How to open a graph. Nodes that the device's execution provider cannot run fall back to the CPU's."""
 
     threads: int
     device: OrtDevice = PROCESSOR
@@ -269,7 +268,7 @@ class Graph:
             raise BackendError(f"{path.name} has an input or output whose name is not UTF-8; export the bundle again") from error
 
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Call:
-        """Prepares a call on values that stay where they are; an output that is None is allocated by each run."""
+        """Prepares a call on OrtValues, whose memory each run uses again. An output that is None is allocated by each run."""
         call = Call(self._session, self.name, inputs, outputs)
         if not self.device.is_cpu:
             call.copied = inputs
@@ -277,21 +276,21 @@ class Graph:
 
     @property
     def row_kernels(self) -> bool:
-        """Whether the project's own kernels multiply in it."""
+        """Whether the project's own kernels compute products in it."""
         return not PRODUCTS.isdisjoint(self._operators)
 
     @property
     def lacks_kernels(self) -> bool:
-        """Whether products with block weights run on stock operators though kernels could run them, as in graphs of earlier versions."""
+        """Whether the graph comes from an older export, so that stock operators compute products that the kernels could."""
         return self._has_kernels and (CONTRIB, "MatMulNBits") in self._operators and not any(name == KERNELS for name, _ in self._operators)
 
     @cached_property
     def _operators(self) -> set[tuple[str, str]]:
-        """Domain and name of all operators that run."""
+        """The domains and names of all operators that run."""
         return {(node.domain, node.op_type) for part in self._session.get_provider_graph_assignment_info() for node in part.get_nodes()}
 
     def assignments(self) -> dict[str, dict[str, int]]:
-        """Per execution provider how many nodes of each operator it runs."""
+        """Returns how many nodes of each operator each execution provider runs."""
         providers: dict[str, dict[str, int]] = {}
         for part in self._session.get_provider_graph_assignment_info():
             counts = providers.setdefault(part.ep_name, {})
@@ -301,25 +300,25 @@ class Graph:
 
 
 def _open_fastest(path: Path, options: SessionOptions) -> tuple[Any, bool]:
-    """Opens a graph with the project's own kernels for the operators that name them, or with stock ones; returns whether with kernels."""
+    """Opens a graph, if possible with the project's own kernels for the operators that name them. Returns whether it has the kernels."""
     kernels = kernels_path() if options.device.is_cpu else None
     if kernels is not None:
-        with suppress(BackendError):  # the stock operators say what is wrong with the graph
+        with suppress(BackendError):  # if the graph itself is wrong, opening it without the kernels reports the error
             return _open(path, options, kernels), True
     return _open(path, options), False
 
 
 def _open(path: Path, options: SessionOptions, kernels: Path | None = None) -> Any:
-    """Opens the graph at `path`; operators of the library `kernels` run in the place of the functions of their names."""
+    """Opens the graph at `path`. Operators of the library `kernels` replace the graph's functions of the same names."""
     ort = onnxruntime_module()
     settings = ort.SessionOptions()
     settings.log_severity_level = SEVERITY
     settings.intra_op_num_threads = options.threads
     settings.inter_op_num_threads = 1
-    # Arrays grow with the text; a plan of memory for each length would be kept for ever.
+    # Arrays grow with the text, and onnxruntime would keep a memory plan for each length forever.
     settings.enable_mem_pattern = False
-    # Threads that spin after a run take the cores from the other graphs. One pool for all would cure that too, but onnxruntime
-    # has it for the whole process only: then whatever else runs graphs in it is refused, and its size is fixed once.
+    # Threads that spin after a run take cores away from the other graphs. A shared thread pool would also solve that, but onnxruntime has
+    # one per process only: its size would be fixed, and other users of onnxruntime in the process would be refused.
     settings.add_session_config_entry("session.force_spinning_stop", "1")
     settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if kernels is not None:
@@ -337,9 +336,9 @@ def _open(path: Path, options: SessionOptions, kernels: Path | None = None) -> A
 
 @contextmanager
 def without_flash() -> Iterator[None]:
-    """Graphs that are opened meanwhile have attention without its flash kernel, unless the user's environment says something else.
+    """While this context is open, graphs open without the flash kernel of attention, unless the user has set the variable.
 
-    Nests: a thread that opens a graph beside others finds it set, and does not change what they may be reading.
+    It can be nested, and another thread may open a graph meanwhile: where the variable is set already, it is not changed.
     """
     if _NO_FLASH in os.environ:
         yield
@@ -352,7 +351,7 @@ def without_flash() -> Iterator[None]:
 
 
 class PlacedRows(NamedTuple):
-    """Where the rows of a buffer [1, 1, rows, width] lie, which must stay alive; `step` bytes from row to row."""
+    """The address of a buffer [1, 1, rows, width], which must be kept alive; rows are `step` bytes apart."""
 
     address: int
     step: int
@@ -362,7 +361,7 @@ class PlacedRows(NamedTuple):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Self:
-        """Those of a contiguous buffer."""
+        """Describes a contiguous buffer."""
         *before, _, width = array.shape
         return cls(array.ctypes.data, width * array.itemsize, array.dtype.type, tuple(before), width)
 
@@ -373,12 +372,13 @@ class Call:
     def __init__(self, session: Any, name: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
         self._name = name
         self._binding = session.io_binding()
-        # What the methods of the binding and the session call, which make a device anew each time: behind a run all code is dear to reach.
+        # The C++ objects behind binding and session. The Python methods create a device object in each call, which takes long right after a
+        # run, when the CPU's caches are cold.
         self._bound, self._device = self._binding._iobinding, onnxruntime_module().OrtDevice.make("cpu", 0)._get_c_device()
         self._run = session._sess.run_with_iobinding
         for key, value in inputs.items():
             self._binding.bind_ortvalue_input(key, value)
-        # Inputs that binding copies to another device, as they are then.
+        # Inputs on another device. Binding copies their values there, so they are bound again before each run.
         self.copied: Mapping[str, Any] = {}
         self._allocated = [key for key, value in outputs.items() if value is None]
         for key, value in outputs.items():
@@ -388,31 +388,31 @@ class Call:
                 self._binding.bind_ortvalue_output(key, value)
 
     def place_input(self, name: str, rows: PlacedRows, first: int, count: int) -> None:
-        """Has the graph read `count` rows from now on."""
+        """Binds an input to `count` rows from row `first` on, for all later runs."""
         self._bound.bind_input(name, self._device, rows.kind, (*rows.before, count, rows.width), rows.address + first * rows.step)
 
     def place_output(self, name: str, rows: PlacedRows, first: int, count: int) -> None:
-        """Has the graph write to `count` rows from now on."""
+        """Binds an output to `count` rows from row `first` on, for all later runs."""
         self._bound.bind_output(name, self._device, rows.kind, (*rows.before, count, rows.width), rows.address + first * rows.step)
 
     def run(self) -> None:
-        """Runs the graph. Raises BackendError in onnxruntime's words if it fails."""
+        """Runs the graph. Raises BackendError with onnxruntime's message if it fails."""
         for key, value in self.copied.items():
             self._binding.bind_ortvalue_input(key, value)
         for key in self._allocated:
-            self._binding.bind_output(key, "cpu")  # otherwise the last run's array would be used again, whose size may differ
+            self._binding.bind_output(key, "cpu")  # otherwise onnxruntime would use the last run's array again, whose size may differ
         try:
             self._run(self._bound, None)
         except Exception as error:
             raise BackendError(f"onnxruntime failed in {self._name}: {first_line(error)}") from error
 
     def outputs(self) -> list[NDArray[Any]]:
-        """The outputs as arrays, in the order in which they were bound; views, those given a place die with the next run."""
+        """Returns the outputs in the order in which they were bound. Those over existing arrays are views that the next run overwrites."""
         return [value.numpy() for value in self._binding.get_outputs()]
 
 
 def value_over(array: NDArray[Any]) -> Any:
-    """A value that is the array's own memory: what is written to one is in the other. `array` is contiguous and must be kept alive."""
+    """Returns an OrtValue that shares the memory of `array`, which must be contiguous and kept alive."""
     value = onnxruntime_module().OrtValue.ortvalue_from_numpy(array)
     if value.data_ptr() != array.ctypes.data:
         raise BackendError("this onnxruntime copies arrays instead of using their memory; the K/V cache cannot be shared, update it")
@@ -420,6 +420,6 @@ def value_over(array: NDArray[Any]) -> Any:
 
 
 def scalar(kind: type[np.generic], *shape: int) -> tuple[NDArray[Any], Any]:
-    """A small array of zeros and the value over it."""
+    """Returns a small array of zeros and an OrtValue that shares its memory."""
     array = np.zeros(shape, kind)
     return array, value_over(array)

@@ -1,4 +1,4 @@
-"""MTP drafters on the target's own K/V rows: the kernels' own with its weights, and graphs on ONNX Runtime, step by step."""
+"""MTP drafters on the target's K/V rows: graphs that ONNX Runtime runs step by step, or their weights in the kernels' own drafter."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from edge_runtime.bundle.onnx_file import MAX_GRAPH_BYTES, Node, OnnxGraph, Tens
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue
 
-# The weights of a drafter's graph, as `edge_export.onnx.graphs.drafter` writes it, for the kernels' own drafter.
+# Reads the weights out of a drafter's graph, as `edge_export.onnx.graphs.drafter` writes it, for the kernels' own drafter.
 #
-# Matrices, norms and factors are known by their order. Whatever the order, a draft changes speed alone; shapes are checked where they are
-# packed (kernels/src/draft/model.cpp).
+# Matrices, norms and factors are identified by their order. A wrong order could make drafts worse, but never change the output. Shapes are
+# checked when the weights are packed (kernels/src/draft/model.cpp).
 
 # TensorProto.DataType
 _DTYPES: dict[int, type[np.generic]] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
@@ -39,13 +39,13 @@ _PRODUCTS = {"MatMulRows", _FEED_FORWARD}
 
 
 class OtherGraphError(Exception):
-    """The graph is none that the kernels' drafter computes."""
+    """The kernels' drafter cannot compute this graph."""
 
 
 def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
     """Returns the weights of the graph at `path`, which has passed `check_onnx`; source n is the n-th of `sources_of`.
 
-    Raises OtherGraphError for weights that are no levels in blocks, and for another number of nodes.
+    Raises OtherGraphError if the weights are not quantized in blocks, or if the number of nodes is not the expected one.
     """
     with _other_graphs():
         return _weights(_Graph(path), layout)
@@ -53,7 +53,7 @@ def read_weights(path: Path, layout: CacheLayout) -> DraftWeights:
 
 @contextmanager
 def _other_graphs() -> Iterator[None]:
-    """A node that has fewer inputs or attributes than the exporter's, or a constant of another shape, makes another graph."""
+    """Raises OtherGraphError where a node lacks an input or attribute, or a constant has another shape than the exporter writes."""
     try:
         yield
     except (IndexError, KeyError, TypeError) as error:
@@ -68,9 +68,9 @@ def _weights(graph: _Graph, layout: CacheLayout) -> DraftWeights:
     dims = {buffer.layer: buffer.head_dim for buffer in layout.buffers}
     made = []
     for n, source in enumerate(layout.drafter_sources):
-        queries, output, gates, down = matrices[1 + _LAYER_MATRICES * n :][:_LAYER_MATRICES]
+        query, output, gate_and_up, down = matrices[1 + _LAYER_MATRICES * n :][:_LAYER_MATRICES]
         own = DraftLayer(
-            matrices=(queries, output, *_halves(gates), down),
+            matrices=(query, output, *_halves(gate_and_up), down),
             norms=tuple(vectors[_LAYER_NORMS * n :][:_LAYER_NORMS]),
             dim=dims[source],
             factor=factors[n],
@@ -98,7 +98,7 @@ def _weights(graph: _Graph, layout: CacheLayout) -> DraftWeights:
 
 
 def sources_of(layout: CacheLayout) -> list[int]:
-    """The target's layers whose K/V rows the drafter reads."""
+    """Returns the target's layers whose K/V rows the drafter reads."""
     return sorted(set(layout.drafter_sources))
 
 
@@ -116,7 +116,7 @@ def channel_scales(path: Path, key: str, value: str) -> tuple[NDArray[np.float32
 
 
 class _Graph:
-    """A drafter's graph: nodes of the loop's body, and constants."""
+    """A drafter's graph, read from its file: its nodes, those of its loop's body, and its constants."""
 
     def __init__(self, path: Path) -> None:
         whole = read_graph(read_part(path, MAX_GRAPH_BYTES, "graph"))
@@ -128,11 +128,11 @@ class _Graph:
         self._constants: dict[bytes, Tensor] = {**whole.constants, **bodies[0].constants}
 
     def nodes(self, operator: str) -> list[Node]:
-        """The nodes with this operator, in order."""
+        """Returns the nodes with this operator, in order."""
         return [node for node in self._nodes if node.operator == operator]
 
     def array(self, name: bytes) -> NDArray[Any]:
-        """A constant's values, mapped where they lie in a file. Raises OtherGraphError if it is none."""
+        """Returns the values of a constant; those in an external file are mapped. Raises OtherGraphError if there is no such constant."""
         constant = self._constants.get(name)
         if constant is None or constant.type not in _DTYPES:
             raise OtherGraphError
@@ -145,7 +145,7 @@ class _Graph:
         return mapped[first : first + prod(constant.shape) * dtype.itemsize].view(dtype).reshape(constant.shape)
 
     def _mapped(self, name: str) -> NDArray[np.uint8]:
-        """A file of weights, mapped once: each mapping takes a descriptor. Raises BackendError where that is not possible."""
+        """Maps a file of weights, once, because each mapping takes a file descriptor. Raises BackendError if it cannot be mapped."""
         if name not in self._files:
             with errors_as(
                 BackendError, f"{self._folder / name} cannot be mapped", "check the file, or free some memory", OSError, ValueError
@@ -154,7 +154,7 @@ class _Graph:
         return self._files[name]
 
     def matrices(self) -> list[LevelMatrix]:
-        """The matrices of all products, in order."""
+        """Returns the matrices of all products, in order."""
         found = []
         for node in self._nodes:
             if node.operator in _PRODUCTS:
@@ -165,7 +165,7 @@ class _Graph:
         return found
 
     def norms(self) -> tuple[list[NDArray[Any]], list[float], float]:
-        """The weights of all norms, in order, the numbers that layers multiply their output with, and the epsilon of the first norm."""
+        """Returns the weights of all norms, in order; the factor of each layer's output; and the epsilon of the first norm."""
         weights, factors, epsilon = list[bytes](), list[bytes](), 0.0
         for node in self._nodes:
             if node.operator == "NormRows":
@@ -180,7 +180,7 @@ class _Graph:
         return [self.array(name).copy() for name in weights if name], [float(number.reshape(-1)[0]) for number in numbers], epsilon
 
     def _levels(self, names: list[bytes], numbers: Mapping[bytes, float]) -> LevelMatrix:
-        """`names` are those of levels and of scales."""
+        """Returns the matrix whose levels and scales have these two `names`, with the attributes of its node, `numbers`."""
         if len(names) != 2:
             raise OtherGraphError
         levels, scales = map(self.array, names)
@@ -191,7 +191,7 @@ class _Graph:
         return LevelMatrix(levels=levels, scales=scales, outputs=outputs, inputs=columns, bits=bits, block=block)
 
     def embedding(self) -> tuple[LevelMatrix, float]:
-        """The target's embedding, and the factor of its rows."""
+        """Returns the target's embedding table, and the factor of its rows."""
         (gathered, *_), factors = self.nodes("GatherBlockQuantized") or (None,), self.nodes("Mul")
         if gathered is None or len(gathered.inputs) != 3 or not factors or gathered.outputs[0] not in factors[0].inputs:
             raise OtherGraphError
@@ -206,7 +206,7 @@ class _Graph:
         return levels, float(factor.reshape(-1)[0])
 
     def sparse_head(self, centroids: LevelMatrix) -> SparseHeadWeights | None:
-        """None where the head scores all tokens."""
+        """Returns the sparse head, None if the head scores all tokens."""
         best = self.nodes("TopK")
         if not best:
             return None
@@ -216,14 +216,14 @@ class _Graph:
         return SparseHeadWeights(centroids=centroids, order=order.copy(), top=int(top.reshape(-1)[0]))
 
     def _gathers(self) -> list[bytes]:
-        """What is gathered by the best centroids: tokens, their rows transposed, the rows' scales."""
+        """Returns the names of the three tables that are gathered by the best centroids: tokens, their rows transposed, scales of rows."""
         names = [node.inputs[0] for node in self.nodes("Gather") if node.inputs[0] in self._constants]
         if len(names) != 3:
             raise OtherGraphError
         return names
 
     def sparse_rows(self, head: SparseHeadWeights) -> LevelMatrix:
-        """The output rows [tokens in the order of centroids, hidden size], in 8 bits with a scale for each."""
+        """Returns the output rows [tokens, hidden size], grouped by centroid, in 8 bits with a scale for each row."""
         (_, rows_name, scales_name), hidden = self._gathers(), head.centroids.inputs
         rows, scales = self.array(rows_name), self.array(scales_name)
         count, each = head.order.shape
@@ -239,18 +239,17 @@ class _Graph:
         return LevelMatrix(levels=levels, scales=scales, outputs=count * each, inputs=hidden, bits=8, block=block)
 
 
-def _halves(gates: LevelMatrix) -> tuple[LevelMatrix, LevelMatrix]:
-    """The matrices of gates and of values, which the graph has as one."""
-    half, row = gates.outputs // 2, gates.inputs * gates.bits // 8
-    levels, scales = gates.levels.reshape(-1)[: 2 * half * row].reshape(2, -1), gates.scales.reshape(-1).reshape(2, -1)
+def _halves(both: LevelMatrix) -> tuple[LevelMatrix, LevelMatrix]:
+    """Splits the matrix of the feed-forward's gate and up projections, which is one in the graph."""
+    half, row = both.outputs // 2, both.inputs * both.bits // 8
+    levels, scales = both.levels.reshape(-1)[: 2 * half * row].reshape(2, -1), both.scales.reshape(-1).reshape(2, -1)
     first, second = (
-        LevelMatrix(levels=levels[n], scales=scales[n], outputs=half, inputs=gates.inputs, bits=gates.bits, block=gates.block)
-        for n in (0, 1)
+        LevelMatrix(levels=levels[n], scales=scales[n], outputs=half, inputs=both.inputs, bits=both.bits, block=both.block) for n in (0, 1)
     )
     return first, second
 
 
-# A least probability that every token reaches.
+# The smallest positive threshold. The graph computes probabilities only if its threshold is above 0, and every token reaches this one.
 _ANY = float(np.finfo(np.float32).tiny)
 _OUTPUTS = ("drafts", "probabilities", "hidden_out", "scores", "candidates")
 
@@ -258,7 +257,7 @@ T = TypeVar("T", bound=GraphTarget)
 
 
 class Step(NamedTuple):
-    """What a draft step gives: `scores` [n] of all tokens, or of the `candidates` [n]; the likeliest token and its probability."""
+    """The result of a draft step: the likeliest token, its probability, and `scores` [n] of all tokens, or of the `candidates` [n] only."""
 
     likeliest: int
     probability: float
@@ -267,7 +266,7 @@ class Step(NamedTuple):
 
 
 class GraphDrafter(ABC, Generic[T]):
-    """Implements `interfaces.Drafter`, step by step."""
+    """A drafter whose graph runs once for each drafted token. Implements `interfaces.Drafter`."""
 
     stepwise = True
 
@@ -283,9 +282,7 @@ class GraphDrafter(ABC, Generic[T]):
     ) -> list[int]:
         """Returns `draft_length` tokens after `last`, fewer where `sampler` or `should_continue` ends the draft.
 
-        Returns none where the target has no hidden row.
-
-        All steps are at the same position, that of `last`, and write nothing to the cache.
+        Returns no tokens if the target has no hidden row. All steps use the position of `last` and write nothing to the cache.
         """
         if self._call is None:
             raise RequestError("the drafter is closed; open the bundle again")
@@ -308,42 +305,41 @@ class GraphDrafter(ABC, Generic[T]):
         return tokens
 
     def assignments(self) -> dict[str, dict[str, int]]:
-        """Per execution provider how many nodes of each operator it runs."""
+        """Returns how many nodes of each operator each execution provider runs."""
         return self._graph.assignments() if self._graph else {}
 
     @property
     def lacks_kernels(self) -> bool:
-        """As that of its graph."""
+        """See `Graph.lacks_kernels`."""
         return self._graph is not None and self._graph.lacks_kernels
 
     def close(self) -> None:
-        """Frees the session. Harmless when done twice."""
+        """Frees the session. Can be called twice."""
         self._graph = self._call = None
 
     def _run(self) -> Call:
-        """Runs the graph."""
         assert self._call is not None
         self._call.run()
         return self._call
 
     @abstractmethod
     def _bind(self, graph: Graph, path: Path) -> Call:
-        """Prepares the call. Raises BackendError, BundleError if the graph does not fit the target."""
+        """Prepares the call. Raises BackendError or BundleError if the graph does not fit the target."""
 
     @abstractmethod
     def _begin(self, hidden: NDArray[np.float32]) -> None:
-        """Sets the inputs of a draft from the hidden row before it."""
+        """Sets the inputs of a draft that follows the target's hidden row [hidden size]."""
 
     @abstractmethod
     def _step(self, token: int, *, probability: bool) -> Step:
-        """Runs one step behind `token`; the next one goes on from its hidden row.
+        """Drafts the token after `token`. Keeps the drafter's hidden row for the next step.
 
-        The probability may be 1 where it is not asked for, and the scores may be missing unless the draft is sampled.
+        Without `probability`, that of the result may be wrong. The scores may be missing unless the draft is sampled.
         """
 
 
 class OrtDrafter(GraphDrafter[OrtTarget]):
-    """A drafter whose graph is a loop over draft steps, of which each run takes one."""
+    """A drafter whose graph is a loop over draft steps. Each run takes one step only."""
 
     def _bind(self, graph: Graph, path: Path) -> Call:
         target, width = self._target, graph.inputs.get("hidden", (0,))[-1]
@@ -376,7 +372,6 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
         self._position[...], self._hidden[0, 0] = target.length, hidden
 
     def _step(self, token: int, *, probability: bool) -> Step:
-        # The graph computes probabilities only with a least probability above 0.
         self._token[...], self._length[...] = token, 1
         self._threshold[...], self._with_scores[...] = _ANY if probability else 0.0, self._sampled
         drafts, probabilities, hidden, scored, candidates = self._run().outputs()
@@ -385,7 +380,7 @@ class OrtDrafter(GraphDrafter[OrtTarget]):
 
 
 class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
-    """A drafter whose graph is one step of fixed shapes; the host goes from one to the next."""
+    """A drafter whose graph is a single step with fixed shapes."""
 
     def _bind(self, graph: Graph, path: Path) -> Call:
         rows, width = self._target.rows, (1, 1, self._target.hidden_size)
@@ -417,9 +412,9 @@ class StaticOrtDrafter(GraphDrafter[StaticOrtTarget]):
 
 
 def load_draft(path: Path, layout: CacheLayout, hidden_size: int, threads: int) -> NativeDraft:
-    """Packs the weights of the graph at `path`, for a target of that hidden size.
+    """Packs the weights of the graph at `path`, for a target of this hidden size.
 
-    Raises OtherGraphError, ValueError where the kernels do not compute this graph.
+    Raises OtherGraphError or ValueError if the kernels cannot compute this graph.
     """
     weights = read_weights(path, layout)
     if weights.after.outputs != hidden_size:
@@ -428,12 +423,12 @@ def load_draft(path: Path, layout: CacheLayout, hidden_size: int, threads: int) 
 
 
 class KernelDrafter:
-    """Implements `interfaces.Drafter` with the graph's weights in the kernels' own drafter, on the target's K/V rows where they lie."""
+    """The kernels' own drafter with the weights of the graph. It reads the target's K/V buffers. Implements `interfaces.Drafter`."""
 
     stepwise = True
 
     def __init__(self, path: Path, target: OrtTarget, layout: CacheLayout, draft: NativeDraft) -> None:
-        """`draft` is what `load_draft` made of the graph. Raises OtherGraphError where it reads other rows than the target's."""
+        """`draft` comes from `load_draft`. Raises OtherGraphError or ValueError if it cannot read the target's K/V rows."""
         self._target = target
         self._draft: NativeDraft | None = draft
         self._buffers = [next(buffer for buffer in layout.buffers if buffer.layer == layer) for layer in sources_of(layout)]
@@ -454,7 +449,7 @@ class KernelDrafter:
     def draft(
         self, last: int, draft_length: int, sampler: DraftSampler | None = None, should_continue: ShouldContinue | None = None
     ) -> list[int]:
-        """As `GraphDrafter.draft` does."""
+        """See `GraphDrafter.draft`."""
         if self._draft is None:
             raise RequestError("the drafter is closed; open the bundle again")
         check_length(draft_length)
@@ -468,11 +463,11 @@ class KernelDrafter:
         return self._draft.run(last, draft_length, hidden, sampler, should_continue)
 
     def assignments(self) -> dict[str, dict[str, int]]:
-        """No execution provider runs it."""
+        """Returns nothing: no execution provider runs this drafter."""
         return {}
 
     def close(self) -> None:
-        """Frees the weights. Harmless when done twice."""
+        """Frees the weights. Can be called twice."""
         if self._draft is not None:
             self._draft.close()
             self._draft = None
@@ -482,7 +477,7 @@ AnyOrtDrafter = KernelDrafter | OrtDrafter | StaticOrtDrafter
 
 
 class LoadingDraft:
-    """The weights of a drafter's graph, which are packed in a thread while its target is opened. Leaving the block waits for it."""
+    """Packs the weights of a drafter's graph in a thread while the target is opened. A context manager; leaving it joins the thread."""
 
     def __init__(self, files: PairFiles, session: SessionOptions) -> None:
         self._beside = ThreadPoolExecutor(1)
@@ -491,7 +486,7 @@ class LoadingDraft:
             self._result = self._beside.submit(load_draft, files.drafter, files.layout, files.hidden_size, session.threads)
 
     def take(self) -> NativeDraft | None:
-        """Returns it, once; None where the kernels do not compute the graph. Raises BackendError for weights that cannot be read."""
+        """Returns the drafter to the first caller; None if the kernels cannot compute it. BackendError if the weights cannot be read."""
         result, self._result = self._result, None
         with suppress(OtherGraphError, ValueError):
             return None if result is None else result.result()
@@ -502,14 +497,14 @@ class LoadingDraft:
 
     def __exit__(self, *_: object) -> None:
         with self._beside, suppress(BackendError):
-            if (draft := self.take()) is not None:  # the target was not opened, or has no kernels
+            if (draft := self.take()) is not None:  # not taken: the target did not open, or does not use the kernels
                 draft.close()
 
 
 def open_drafter(
     path: Path, target: OrtTarget | StaticOrtTarget, session: SessionOptions, files: PairFiles, loading: LoadingDraft
 ) -> AnyOrtDrafter:
-    """Opens the graph at `path` as the drafter of this target, where it drafts fastest. Raises BackendError, BundleError."""
+    """Opens the graph at `path` as the drafter of this target, in the kernels if they can compute it. Raises BackendError, BundleError."""
     if not isinstance(target, OrtTarget):
         return StaticOrtDrafter(path, target, session)
     if target.row_kernels and (draft := loading.take()) is not None:

@@ -1,8 +1,8 @@
-"""The memory that a graph's values take, computed from its shapes before onnxruntime opens it.
+"""An upper bound of the memory that a graph's values take, computed from shapes before onnxruntime opens the graph.
 
-Shapes are upper bounds, for all operators that `check_onnx` admits: sizes that depend on values (NonZero, Slice, a Split by computed sizes)
-are taken as the largest possible ones. Rules: onnx/docs/Operators.md and onnxruntime/docs/ContribOperators.md. onnxruntime's own limit
-(OrtArenaCfg.max_mem) does not replace them, see docs/design/onnx-graphs.md.
+Every operator that `check_onnx` admits has a rule for the shapes of its outputs. Where a shape depends on values (NonZero, Slice, a Split
+by computed sizes), the largest possible one counts. The rules follow onnx/docs/Operators.md and onnxruntime/docs/ContribOperators.md. Why
+onnxruntime's own limit (OrtArenaCfg.max_mem) is not enough: docs/design/onnx-graphs.md.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from edge_runtime.bundle.onnx_graph import shown, unsound
 from edge_runtime.errors import BackendError
 
 Shape = tuple[int, ...]
-# Where the system does not say how much is available.
+# The limit where the system does not say how much memory is available.
 _UNKNOWN_LIMIT = 8 << 30
+# Values of int64: these inputs, and the outputs of these operators.
 _WIDE_INPUTS = {b"input_ids", b"position_ids", b"token", b"draft_length"}
-# What gives int64 itself.
 _WIDE_OPERATORS = {"ArgMax", "NonZero", "Shape", "TopK"}
-# TensorProto.DataType of 8 bytes and more: int64, double, uint64, complex.
+# The types in TensorProto.DataType of 8 bytes or more: int64, double, uint64, complex.
 _WIDE_TYPES = {INT64, 11, 13, 14, 15}
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: its largest shape, and its elements where they are a known shape.
+    """A tensor: its largest possible shape, and its elements if they are known, which is needed for tensors that are shapes.
 
-    `constant`: nothing but constants makes it. `placed`: it lies in an array that is there already, so it takes nothing.
+    `constant`: it depends on constants only. `wide`: it may be int64. `placed`: it is in an existing array, so it takes no more memory.
     """
 
     shape: Shape
@@ -46,15 +46,15 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Eight bytes an element where it may be an int64, otherwise four, which float32 and int32 take."""
+        """Eight bytes an element if it may be int64, else four, for float32 and int32."""
         return 0 if self.placed else prod(self.shape) * (8 if self.wide else 4)
 
 
 def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int = 0) -> int:
-    """Returns the bytes of values that the graph at `path`, which passed `check_onnx`, needs at most, with inputs of any of these shapes.
+    """Returns the most bytes that values of the graph at `path` take in any of `forwards`, which map inputs to shapes.
 
-    `beside` are those of arrays that are there too.
-    Raises BundleError if a shape cannot be computed, BackendError if that is more than the available memory.
+    The graph has passed `check_onnx`. `beside` is the size in bytes of other arrays that exist at the same time. Raises BundleError if a
+    shape cannot be computed, BackendError if both together exceed the available memory.
     """
     limits = available_memory_bytes() or _UNKNOWN_LIMIT, address_space_left()
     available = min(limit for limit in limits if limit is not None)
@@ -73,16 +73,16 @@ def check_graph_memory(path: Path, *forwards: Mapping[str, Shape], beside: int =
 
 
 class _TooMuchError(Exception):
-    """More memory than there is."""
+    """The values need more memory than is available."""
 
     def __init__(self, needed: int) -> None:
         self.needed = needed
 
 
 class _Peak:
-    """Follows the nodes in their order: a value is there from the node that makes it to the last one that reads it.
+    """Finds the peak of memory by following the nodes in their order: a value lives from its node to the last node that reads it.
 
-    Values of constants alone are computed when the graph is opened, and are there as long as it is.
+    Values that depend on constants only are computed when the graph is opened, and live as long as the graph.
     """
 
     def __init__(self, available: int) -> None:
@@ -91,7 +91,7 @@ class _Peak:
         self._peak = 0
 
     def of_file(self, body: OnnxGraph, shapes: Mapping[bytes, Shape]) -> int:
-        """Returns the most bytes at a time. Raises UnsoundGraphError, _TooMuchError."""
+        """Returns the peak in bytes. Raises UnsoundGraphError, _TooMuchError."""
         self._functions = body.functions
         known: dict[bytes, Value] = {}
         for name, declared in body.inputs.items():
@@ -101,13 +101,13 @@ class _Peak:
             if len(sizes) < len(declared):
                 raise UnsoundGraphError(f"the input {shown(name)} is none that the runtime gives")
             known[name] = Value(sizes, wide=name in _WIDE_INPUTS)
-            if name not in shapes:  # an array of its own, of the size that the graph says
+            if name not in shapes:  # the runtime allocates an array of the size that the graph states
                 self._kept += known[name].bytes
         self._follow(body, known, 0)
         return self._peak
 
     def _follow(self, body: OnnxGraph, outer: Mapping[bytes, Value], held: int) -> dict[bytes, Value]:
-        """Computes the values of a graph where `held` bytes are taken by others; returns all of them."""
+        """Follows the nodes of a graph while `held` bytes are in use elsewhere; returns all its values."""
         known = dict(outer)
         for name, tensor in body.constants.items():
             known[name] = Value(tensor.shape, tensor.integers, constant=True, wide=tensor.type in _WIDE_TYPES)
@@ -141,13 +141,16 @@ class _Peak:
             if name and name not in known:
                 raise UnsoundGraphError(f"{node.operator[:40]} reads {shown(name)}, which nothing before it gives")
             inputs.append(known[name] if name else Value(()))
-        while inputs and not node.inputs[len(inputs) - 1]:  # inputs that are left out at the end
+        while inputs and not node.inputs[len(inputs) - 1]:  # drops omitted inputs at the end
             inputs.pop()
         function = self._functions.get(node.function)
         return output_values(node, inputs) if function is None else self._called(node, function, inputs, held)
 
     def _called(self, node: Node, function: OnnxGraph, inputs: Sequence[Value], held: int) -> list[Value]:
-        """What a function gives, or the kernel of its name, whichever runs: that needs less inside, and may not give more."""
+        """Returns the outputs of a call of a function, which the kernel of its name may replace.
+
+        Inside, the kernel needs less memory than the function; its outputs are checked not to be larger.
+        """
         self._kept += sum(len(tensor.raw or b"") for tensor in function.constants.values())
         values = _outputs_of(function, self._follow(function, dict(zip(function.inputs, inputs, strict=False)), held))
         if node.operator in KERNEL_RULES:
@@ -164,7 +167,7 @@ class _Peak:
         return [max(pair, key=lambda value: value.bytes) for pair in zip(*branches, strict=False)]
 
     def _loop(self, node: Node, known: Mapping[bytes, Value], held: int) -> list[Value]:
-        """A Loop's carried values keep their size; what it collects grows with each of at most MAX_DRAFT_LENGTH iterations."""
+        """Returns the outputs of a Loop. Carried values keep their size; collected ones grow with each of MAX_DRAFT_LENGTH iterations."""
         body = node.graphs.get(b"body")
         if body is None:
             raise UnsoundGraphError(f"{node.operator[:40]} has no graph 'body'")
@@ -186,7 +189,7 @@ def _outputs_of(body: OnnxGraph, known: Mapping[bytes, Value]) -> list[Value]:
 
 
 def _last_readers(body: OnnxGraph) -> dict[bytes, int]:
-    """The index of the last node that reads each name; outputs are read at the end."""
+    """Returns for each name the index of the last node that reads it; the graph's outputs are read after all nodes."""
     last = {name: place for place, node in enumerate(body.nodes) for name in (*node.inputs, *node.names_within)}
     return last | dict.fromkeys(body.outputs, len(body.nodes))
 
@@ -195,17 +198,17 @@ Rule = Callable[[Node, Sequence[Value]], list[Shape]]
 
 
 def output_values(node: Node, inputs: Sequence[Value]) -> list[Value]:
-    """Returns the largest outputs of a node without graphs inside. Raises UnsoundGraphError."""
+    """Returns the largest possible outputs of a node without subgraphs. Raises UnsoundGraphError."""
     rule = RULES.get(node.operator)
     if rule is None:
         raise UnsoundGraphError(f"the operator {node.operator[:40]!r} has no known shape")
     shapes = _shapes(rule, node, inputs)
-    # Dequantized weights stay as they are stored until their product needs them.
+    # Quantized weights stay quantized until a product needs them, so their dequantized values are no constants kept in memory.
     constant = node.operator != "DequantizeLinear" and all(value.constant for value in inputs)
     wide = node.operator in _WIDE_OPERATORS or any(value.wide for value in inputs[: 2 if node.operator == "Where" else 1])
     if node.operator == "Cast":
         wide = node.integer(b"to", 1) in _WIDE_TYPES
-    buffers = (1, 2) if node.operator == "GroupQueryAttention" else ()  # where the presents are written
+    buffers = (1, 2) if node.operator == "GroupQueryAttention" else ()  # its present K and V are written into the cache's buffers
     items = _items(node, inputs)
     return [Value(shape, items, constant, wide, place in buffers) for place, shape in enumerate(shapes)]
 
@@ -223,7 +226,7 @@ def _shapes(rule: Rule, node: Node, inputs: Sequence[Value]) -> list[Shape]:
 
 
 def _items(node: Node, inputs: Sequence[Value]) -> tuple[int, ...] | None:
-    """The elements of what is a shape or a part of one."""
+    """Returns the elements of a value that is a shape or a part of one; None if they are unknown."""
     if node.operator == "Shape":
         sizes = inputs[0].shape
         return sizes[slice(node.integer(b"start", 0), node.integer(b"end", len(sizes)))]
@@ -293,7 +296,7 @@ def _gather(node: Node, inputs: Sequence[Value]) -> list[Shape]:
 
 def _gather_blocks(node: Node, inputs: Sequence[Value]) -> list[Shape]:
     shape = inputs[0].shape
-    # Elements of less than 8 bits are packed along the last axis.
+    # Elements of fewer than 8 bits are packed along the last axis.
     return [inputs[1].shape + shape[1:-1] + (shape[-1] * (8 // min(8, max(1, node.integer(b"bits", 4)))),)]
 
 
@@ -321,7 +324,7 @@ def _reshape(_: Node, inputs: Sequence[Value]) -> list[Shape]:
 
 
 def _slice(_: Node, inputs: Sequence[Value]) -> list[Shape]:
-    """A positive range with constant ends is as long as it says at most; another may be all of the input."""
+    """A slice with constant, non-negative ends has at most their distance as its length; any other may be as large as the input."""
     shape = list(inputs[0].shape)
     starts, ends, axes = (value.items for value in (*inputs[1:4], *[Value((), ())] * (4 - len(inputs[:4]))))
     for start, end, axis in zip(starts or (), ends or (), axes or (), strict=False):
@@ -372,7 +375,7 @@ def _convolution(node: Node, inputs: Sequence[Value]) -> list[Shape]:
 
 
 def _attention(node: Node, inputs: Sequence[Value]) -> list[Shape]:
-    """Beside the outputs there are the scores, the last shape here."""
+    """The last shape is that of the attention scores, which are no output but take memory."""
     _, rows, _ = inputs[0].shape
     return [inputs[0].shape, inputs[3].shape, inputs[4].shape, (max(1, node.integer(b"num_heads", 1)), rows, inputs[3].shape[2])]
 
@@ -404,7 +407,7 @@ RULES: dict[str, Rule] = {
     "TopK": _top,
     "Transpose": _transpose,
 }
-# What the kernels of these names give, whatever their functions say.
+# Shapes of the outputs of the kernels that replace functions of these names.
 KERNEL_RULES: dict[str, Rule] = {
     **dict.fromkeys(("MatMulRows", "MatMulCapRows", "MatMulStatic"), _matmul_blocks),
     **dict.fromkeys(("AttendBuffers", "ReadBuffers"), _attention),

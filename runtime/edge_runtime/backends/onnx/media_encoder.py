@@ -1,4 +1,4 @@
-"""The encoders of images and sound on onnxruntime: a graph for each, loaded at its first use."""
+"""The encoders of images and sound on onnxruntime: one graph for each, loaded at its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.media.encoder_inputs import MELS, PATCH, POOLING, Image, Sound
 
-# The rows of a block of the audio tower's attention, the distance that it sees, and the score of what it does not.
+# The audio tower attends in blocks: rows of a block, how far back a row attends, and the score of rows that it does not attend to.
 _BLOCK, _REACH, _MASKED = 12, 12, -1e9
 _INPUTS = {"image": {"patches", "x", "y"}, "sound": {"mels", "filler", "mask"}}
 
@@ -22,7 +22,7 @@ class OrtMediaEncoder:
     """The encoders of a bundle, on the CPU. Implements `media.soft_rows.Encoder`."""
 
     def __init__(self, image: Path, sound: Path | None, threads: int, width: int) -> None:
-        """`width` is the hidden size of the target. Opens nothing."""
+        """`width` is the hidden size of the target. No file is opened yet."""
         self._paths, self._options, self._width = {"image": image, "sound": sound}, SessionOptions(threads=threads), width
         self._graphs: dict[str, Graph] = {}
 
@@ -42,7 +42,7 @@ class OrtMediaEncoder:
         return self._run(graph, {"patches": image.patches()[order][None], "x": x, "y": y})
 
     def _sound(self, sound: Sound, graph: Graph) -> NDArray[np.float32]:
-        # At least one row of filler: onnxruntime copies empty arrays.
+        # At least one row of filler, because onnxruntime copies an empty array instead of sharing its memory (`value_over`).
         blocks, size = sound.rows // _BLOCK + 1, graph.inputs["filler"][-1]
         if type(size) is not int or not 0 < size <= 1 << 16:
             raise BundleError(f"{graph.name} takes rows of {size!r} values; export the bundle again")
@@ -75,14 +75,14 @@ class OrtMediaEncoder:
 
 
 def grouped(image: Image) -> NDArray[np.int64]:
-    """Returns the indexes of an image's patches in the order of soft rows, POOLING x POOLING for each."""
+    """Returns the indexes of an image's patches, ordered so that the POOLING x POOLING patches of each soft row are neighbours."""
     height, width = (side // PATCH // POOLING for side in image.rgb.shape[:2])
     grid = np.arange(POOLING * POOLING * height * width).reshape(height, POOLING, width, POOLING)
     return grid.transpose(0, 2, 1, 3).reshape(-1)
 
 
 def block_masks(blocks: int) -> NDArray[np.float32]:
-    """Returns what is added to the scores [blocks, 1, 12, 24] of each block over the one before and itself."""
+    """Returns masks to add to attention scores [blocks, 1, 12, 24]: the rows of each block by those of the block before and its own."""
     back = np.arange(_BLOCK)[:, None] + _BLOCK - np.arange(2 * _BLOCK)
     masks = np.repeat(np.where((back >= 0) & (back < _REACH), 0.0, _MASKED).astype(np.float32)[None, None], blocks, axis=0)
     masks[0, :, :, :_BLOCK] = _MASKED

@@ -47,7 +47,7 @@ from edge_runtime.errors import BundleError, RequestError
 from edge_runtime.interfaces import Drafter
 from edge_runtime.planning.memory import EncoderMemory, rotation_bytes
 
-# What is described of a device.
+# The fields of a device that `describe` returns.
 _SHOWN = {"name", "kind", "hardware", "driver", "software"}
 
 
@@ -72,7 +72,7 @@ class OrtBackend:
         if address_space_left() is not None:
             share_one_arena()
         groups = processor_groups()
-        keep_to_fastest(sum(map(len, groups)), groups)  # on all: another session may have left this process on some
+        keep_to_fastest(sum(map(len, groups)), groups)  # allows all processors again, which an earlier session may have limited
         options = OrtOptions(
             context=request.settings.context,
             threads=request.threads,
@@ -93,14 +93,14 @@ class OrtBackend:
             row_kernel_facts=(library_version(), options.device, variant(), build_hash()),
             exported_parity=(manifest.parity or {}).get("onnx"),
             row_kernels=variant() if target.row_kernels else None,
-            # Of float16 and int8 rows: the kernels read float32 ones.
+            # The kernels' attention reads float32 rows only, so onnxruntime's own reads those of float16 and int8.
             stock_attention=any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers),
             accelerator=None if options.device.is_cpu else Accelerator(name=options.device.name, driver=_identity(options.device)),
             encoder=None if whole_images else lazy_encoder(bundle, "onnx", lambda: media_encoder(bundle, options.threads), room),
         )
 
     def describe(self) -> dict[str, Any]:
-        """Beside what all have: the `devices` it computes on, why a `plug_in` that is installed gives none, and `stock_reason`."""
+        """Adds the `devices`, `stock_reason`, and as `plug_in_failures` why an installed plug-in cannot be used."""
         check_version()
         there = [{name: value for name, value in asdict(replace(each, handle=None)).items() if name in _SHOWN} for each in devices()]
         failures = {plug_in.package: failure for plug_in in PLUG_INS if (failure := plug_in_failure(plug_in))}
@@ -128,7 +128,7 @@ def _identity(device: OrtDevice) -> str:
 
 
 def _device_words(device: Mapping[str, Any]) -> str:
-    """Returns the line about a device that doctor prints."""
+    """Returns the line of `edge-run doctor` about a device."""
     software = ", by a software driver" if device["software"] else ""
     return f"{device['kind'].upper()}{software}: {device['hardware'] or 'unnamed'} ({device['driver']})"
 
@@ -140,11 +140,11 @@ def open_onnx(
     notify: Callable[[str], None] = lambda _: None,
     packed: PackedCache | None = None,
 ) -> tuple[GraphTarget, Drafter | None, DrafterKind]:
-    """Returns the target, its drafter and the kind of drafter: split if the graph has the sparse head, else dense.
+    """Returns the target, its drafter and the drafter's kind: split if the graph has the sparse head, else dense.
 
-    Closing the target closes both. `notify` gets a sentence about nodes that the execution provider does not run. `packed` keeps the
-    target's packed weights.
-    Raises BundleError if the bundle has no such drafter, BackendError if a graph does not open; then nothing stays open.
+    Closing the target closes both. `notify` gets a sentence about nodes that the execution provider does not run. `packed` caches the
+    target's packed weights. Raises BundleError if the bundle lacks the requested drafter, BackendError if a graph does not open; then
+    nothing stays open.
     """
     own: DrafterKind = "split" if bundle.manifest.architecture.ordered_embeddings else "dense"
     if requested not in (None, own) and is_model(requested):
@@ -156,7 +156,8 @@ def open_onnx(
     owners = bundle.manifest.cache_layout.layer_owners
     if target.lacks_kernels or (isinstance(drafter, GraphDrafter) and drafter.lacks_kernels):
         notify(f"The graphs of {bundle.folder.name} are of an earlier version and run slower; export the bundle again.")
-    elif not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):  # else 1.02 times less
+    # Unless layers share K/V rows, skipping unread rows would save only 2 %, which is not worth another export.
+    elif not target.skips_unread_rows and any(owner != layer for layer, owner in enumerate(owners)):
         notify(
             f"The graphs of {bundle.folder.name} compute each token of a prompt in all layers; export the bundle again: that takes less."
         )
@@ -168,13 +169,13 @@ def open_onnx(
 
 
 def media_encoder(bundle: Bundle, threads: int) -> OrtMediaEncoder:
-    """Returns the encoders of a bundle that has graphs of them, on the CPU; each is opened at its first use."""
+    """Returns the encoders of a bundle that has graphs for them, on the CPU; each graph is opened at its first use."""
     image, sound = bundle.path(VISION_ENCODER, "onnx"), bundle.path(AUDIO_ENCODER, "onnx") if bundle.has(AUDIO_ENCODER, "onnx") else None
     return OrtMediaEncoder(image, sound, threads, bundle.manifest.architecture.hidden_size)
 
 
 def open_pair(files: PairFiles, options: OrtOptions, packed: PackedCache | None = None) -> tuple[GraphTarget, AnyOrtDrafter | None]:
-    """Opens the target and, if there is one, its drafter. Closing the target closes both. Raises as `open_onnx` does."""
+    """Opens the target and its drafter, if there is one. Closing the target closes both. Raises as `open_onnx` does."""
     check_version()
     session = SessionOptions(threads=options.threads, device=options.device)
     with LoadingDraft(files, session) as draft:
@@ -191,7 +192,7 @@ def open_pair(files: PairFiles, options: OrtOptions, packed: PackedCache | None 
 
 
 def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None) -> list[str]:
-    """One sentence per graph of which nodes run elsewhere than on `provider`."""
+    """Returns, for each graph, sentences about the nodes that run on another provider than `provider`."""
     graphs = target.assignments()
     if drafter is not None:
         graphs["drafter"] = drafter.assignments()
@@ -206,13 +207,13 @@ def fallbacks(provider: str, target: GraphTarget, drafter: AnyOrtDrafter | None)
 
 
 def check_pair_memory(files: PairFiles, context: int) -> int:
-    """Returns the most bytes of values that one graph of the pair needs beside the pair's arrays. Raises as `check_graph_memory` does.
+    """Returns the most bytes that values of one graph of the pair take, besides the pair's arrays. Raises as `check_graph_memory` does.
 
-    A target has two largest forwards: a whole chunk of a prefill, and a few rows at the end of the context.
+    A target's peak is either in a whole chunk of a prefill, or in a verify at the end of the context.
     """
     check_buffers(files.layout)
     check = partial(check_graph_memory, beside=_array_bytes(files, context))
-    if files.static is not None:  # their shapes are in the graphs
+    if files.static is not None:  # the graphs state their own shapes
         paths = [files.static.prefill, files.static.row, files.target, files.drafter]
         return max(check(path, {}) for path in paths if path is not None)
     forwards = ((PREFILL_ROWS, min(context, PREFILL_SCORES // PREFILL_ROWS)), (MAX_ROWS, context))
@@ -225,7 +226,7 @@ def check_pair_memory(files: PairFiles, context: int) -> int:
 
 
 def _array_bytes(files: PairFiles, context: int) -> int:
-    """Bytes of the arrays that a target has beside its graphs: K/V rows, rotations, hidden rows and logits."""
+    """Returns the bytes of a target's arrays outside its graphs: K/V rows, rotations, hidden rows and logits."""
     rows, fixed = context + MAX_ROWS, files.static is not None
     total = rotation_bytes(files.graphs.rotations, files.layout, rows)
     for buffer in files.layout.buffers:
@@ -240,7 +241,7 @@ def _target(files: PairFiles, context: int, rows: int, length: int) -> dict[str,
 
 
 def _shared(files: PairFiles, context: int, length: int) -> dict[str, Shape]:
-    """Buffers of so many rows, and the tables of rotations."""
+    """Returns the shapes of the inputs that target and drafter share: K/V buffers with `length` rows, and tables of rotations."""
     shapes: dict[str, Shape] = {}
     for buffer in files.layout.buffers:
         rows = min(buffer.rows, length) if buffer.kind == SLIDING else length

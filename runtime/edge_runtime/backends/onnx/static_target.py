@@ -1,4 +1,4 @@
-"""The target as graphs of fixed shapes: one of a prefill's rows, one of a verify's, one of a single row; shorter forwards are filled up."""
+"""A target whose graphs have fixed shapes: one for a prefill, one for a verify, one for a single row. Shorter forwards are padded."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ from edge_runtime.backends.onnx.target import GraphTarget, PairFiles, check_inpu
 from edge_runtime.errors import BundleError
 
 _MAX_PREFILL_ROWS = 4096
-# Of NumPy's format: numpy.save's for every table of ours.
+# The version of NumPy's file format that numpy.save uses for our tables.
 _NPY_VERSION = (1, 0)
 
 
 class Embedding:
-    """Rows of a table that is mapped, times a factor."""
+    """A memory-mapped embedding table, whose rows are scaled by a factor when they are read."""
 
     def __init__(self, path: Path, rows: int, columns: int, factor: float) -> None:
         try:
             with path.open("rb") as file:
-                if (version := np.lib.format.read_magic(file)) != _NPY_VERSION:  # later ones say in 4 bytes how much NumPy reads at once
+                # Later versions state the length of the header in 4 bytes, and NumPy would read up to 4 GB at once.
+                if (version := np.lib.format.read_magic(file)) != _NPY_VERSION:
                     raise ValueError(f"of version {version}")
             table = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # a header is parsed like Python, and fails in as many ways
+        except Exception as error:  # NumPy parses the header as a Python literal, which can raise many errors
             raise BundleError(f"{path} is no NumPy array ({first_line(error)}); export the bundle again") from error
         if table.ndim != 2 or table.shape[0] < rows or table.shape[1] != columns or table.dtype not in (np.float32, np.float16):
             raise BundleError(f"{path} holds {table.dtype} {list(table.shape)}, not {rows} rows of {columns}; export the bundle again")
         self._table, self._factor = table, np.float32(factor)
 
     def lookup(self, tokens: NDArray[np.integer], out: NDArray[np.float32]) -> None:
-        """Writes the rows of `tokens` [n] to out [1, n or more, columns]."""
+        """Writes the scaled rows of `tokens` [n] to the first n rows of `out` [1, n or more, columns]."""
         np.multiply(self._table[tokens], self._factor, out=out[0, : len(tokens)], dtype=np.float32)
 
 
 class StaticOrtTarget(GraphTarget):
-    """The target of graphs of fixed shapes."""
+    """A target whose graphs have fixed shapes."""
 
     def __init__(self, files: PairFiles, context: int, session: SessionOptions) -> None:
         assert files.static is not None
@@ -53,7 +54,7 @@ class StaticOrtTarget(GraphTarget):
         longest_context = min(self.rows.rows[FULL], files.graphs.context)
         super().__init__(files, context, self.rows, chunk=facts.prefill_rows, longest_context=longest_context)
         self.embedding = Embedding(files.static.embedding, files.vocab_size, files.hidden_size, facts.embedding_scale)
-        # Filled-up forwards reach past the context.
+        # The padding of a forward may reach past the context.
         self._rotations = rotary_tables(files.graphs.rotations, context + facts.prefill_rows)
         paths = {1: files.static.row, facts.verify_rows: files.target, facts.prefill_rows: files.static.prefill}
         self._static = {rows: _StaticForward(Graph(path, session), path, self, rows) for rows, path in sorted(paths.items())}
@@ -67,7 +68,7 @@ class StaticOrtTarget(GraphTarget):
             self._per_layer = Embedding(files.static.per_layer_embedding, 1, width, facts.per_layer_scale)
 
     def rotate(self, arrays: dict[str, NDArray[np.float32]], start: int) -> None:
-        """Writes the cosines and sines from position `start` on to those arrays [1, rows, 1, head_dim/2] that are for them."""
+        """Writes cosines and sines from position `start` on to the arrays [1, rows, 1, head_dim/2] with their names."""
         for name, table in self._rotations.items():
             if name in arrays:
                 arrays[name][0, :, 0] = table[start : start + arrays[name].shape[1]]
@@ -77,7 +78,7 @@ class StaticOrtTarget(GraphTarget):
         return "hidden" not in self.outputs(self._chunk)
 
     def outputs(self, rows: int) -> dict[str, NDArray[np.float32]]:
-        """All that the newest forward of the graph of so many rows gave. Views: valid until its next forward."""
+        """Returns all outputs of the newest forward of the graph with `rows` rows. They are views, valid until its next forward."""
         return self._static[rows].outputs
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class StaticOrtTarget(GraphTarget):
             self.hidden_rows[0, 0] = self._last_hidden(ids[-1:]) if "hidden" not in forward.outputs else forward.hidden[0, len(ids) - 1]
 
     def _last_hidden(self, last: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The hidden row of the last committed token, which its forward did not give; its K/V rows stay as they are."""
+        """Computes the last committed token again to get its hidden row, which the prefill graph does not give. Keeps its K/V rows."""
         forward = self._static[1]
         self.length -= 1
         try:
@@ -102,7 +103,7 @@ class StaticOrtTarget(GraphTarget):
         return row
 
     def _verify(self, tokens: Sequence[int]) -> None:
-        """In forwards of the verify graph's rows."""
+        """Verifies in several forwards if there are more tokens than rows in the verify graph."""
         ids = np.asarray(tokens, np.int64)
         max_rows = self._verify_rows[-1]
         for first in range(0, len(ids), max_rows):
@@ -112,7 +113,7 @@ class StaticOrtTarget(GraphTarget):
             self.hidden_rows[0, first : first + len(piece)] = forward.hidden[0, : len(piece)]
 
     def _run(self, ids: NDArray[np.int64], sizes: Sequence[int], soft: NDArray[np.float32] | None = None) -> _StaticForward:
-        """Runs the smallest graph of `sizes` that `ids` fit in, and keeps their rows."""
+        """Runs the smallest graph among `sizes` that has enough rows for `ids`, and stores their K/V rows."""
         forward = self._static[next(size for size in sizes if size >= len(ids))]
         forward.run(ids, self._per_layer, soft)
         self.rows.write(forward.new_rows, self.length, len(ids))
@@ -121,7 +122,7 @@ class StaticOrtTarget(GraphTarget):
 
 
 class _StaticForward:
-    """A graph of a fixed number of rows, bound once."""
+    """A graph with a fixed number of rows, whose arrays are bound once."""
 
     def __init__(self, graph: Graph, path: Path, target: StaticOrtTarget, rows: int) -> None:
         self.graph, self._target = graph, target
@@ -139,14 +140,14 @@ class _StaticForward:
         self._call: Call = graph.bind(inputs | target.rows.values, {name: value_over(array) for name, array in outputs.items()})
 
     def run(self, ids: NDArray[np.int64], per_layer: Embedding | None, soft: NDArray[np.float32] | None = None) -> None:
-        """A forward over `ids`, or over soft rows, and, behind them, rows of old content, whose results are ignored."""
+        """Runs a forward over `ids`, or over soft rows. The remaining rows of the graph compute old contents, whose results are unused."""
         target, start = self._target, self._target.length
         if soft is None:
             target.embedding.lookup(ids, self.arrays["embedded"])
         else:
             self.arrays["embedded"][0, : len(soft)] = soft
         if per_layer is not None:
-            # Beside soft rows stands the per-layer embedding of id 0.
+            # Soft rows get the per-layer embedding of token 0.
             per_layer.lookup(ids if soft is None else np.zeros_like(ids), self.arrays["per_layer"])
         target.rotate(self.arrays, start)
         for kind in target.rows.rows:
@@ -155,7 +156,7 @@ class _StaticForward:
 
 
 def small_arrays(graph: Graph, path: Path, rows: StaticRows) -> dict[str, NDArray[Any]]:
-    """Arrays of zeros for all inputs of a graph but the buffers. Raises BundleError if a shape is not fixed."""
+    """Returns arrays of zeros for all inputs of a graph except the K/V buffers. Raises BundleError if a shape is not fixed."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, shape in graph.inputs.items():
         if not all(type(size) is int and size > 0 for size in shape):

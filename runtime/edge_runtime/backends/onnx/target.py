@@ -1,4 +1,4 @@
-"""The target on onnxruntime: its tokenizer, a graph of its layers, a graph of its head, and the K/V rows they and the drafter share."""
+"""The target on onnxruntime: its tokenizer, the graph of its layers, the graph of its head, and the K/V rows it shares with the drafter."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from edge_runtime.bundle.tokenizer_json import check_parts, read_tokenizer
 from edge_runtime.errors import BackendError, BundleError, EdgeRuntimeError, RequestError
 from edge_runtime.interfaces import KvRows, Logits
 
-# Text to token ids and back, with the bundle's tokenizer.json. The only module that imports tokenizers.
+# The vocabulary, from the bundle's tokenizer.json. No other module imports tokenizers.
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
-# Marks in Gemma 4's brackets mean something in a conversation, though they are visible in output.
+# Tokens in Gemma 4's brackets are control tokens of a conversation, although they are visible in output.
 _BRACKETED = re.compile(r"<\|[^<>]+>|<[^<>]+\|>")
 _NO_TOKEN = -1
 
 
 @contextlib.contextmanager
 def _panics_as(kind: type[EdgeRuntimeError], what: str) -> Iterator[None]:
-    """Turns errors of the library into `kind`, but not our own. A panic of its Rust code is a BaseException, not an Exception."""
+    """Turns errors of the library into `kind`, except our own. A panic of its Rust code is a BaseException, not an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, EdgeRuntimeError):
@@ -51,7 +51,7 @@ def _panics_as(kind: type[EdgeRuntimeError], what: str) -> Iterator[None]:
 
 
 class TokenizerVocabulary(TokenRange):
-    """A Gemma tokenizer: BPE with byte fallback. Implements `interfaces.Vocabulary`; `size` is the model's, `eog_tokens` end a text."""
+    """A Gemma tokenizer: BPE with byte fallback. Implements `interfaces.Vocabulary`; `size` is that of the model's logits."""
 
     def __init__(self, path: Path, graphs: OnnxGraphs, size: int) -> None:
         try:
@@ -60,12 +60,12 @@ class TokenizerVocabulary(TokenRange):
             raise BackendError(f"tokenizers is not installed ({error}); {how_to_get('onnx')}") from error
         with _panics_as(BundleError, f"{path} is no tokenizer"):
             self._tokenizer: Any = Tokenizer.from_buffer(read_tokenizer(path))
-            # A checkpoint's file may say both: prompts would be cut off, or filled up to any length.
+            # A checkpoint's file may ask for truncation or padding, which would cut off prompts or fill them up.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             check_parts(self._tokenizer, path)
             _keep_no_words(self._tokenizer.model)
-        # Special tokens are found here: the tokenizer takes them by a state of its own, for which a short prompt would wait for a long one.
+        # `encode` finds special tokens by itself. The tokenizer would use a shared state for it, so short prompts would wait for long ones.
         self._tokenizer.encode_special_tokens = True
         self.size = size
         self.kept = {}
@@ -75,21 +75,22 @@ class TokenizerVocabulary(TokenRange):
         self._control = frozenset(graphs.control_tokens)
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._bracketed = {token.content: index for index, token in added if _BRACKETED.fullmatch(token.content)}
-        # Marks such as <|channel> are found in any text; the tokenizer itself tells no difference between them and control tokens.
+        # Visible marks such as <|channel> are recognized in any text, other special tokens only if `parse_special` is set.
         self._marks = {token.content: index for index, token in added if token.special and index not in self._control}
         self._special = {token.content: index for index, token in added if token.special}
         self._mark, self._any_special = _pattern(self._marks), _pattern(self._special)
 
     @cached_property
     def control_tokens(self) -> Mapping[str, int]:
-        """Text -> id of the control tokens: of <|turn> and its like, and of what is visible in output but no text, as <|channel>."""
+        """The texts of the control tokens, with their ids: <|turn> and the like, and visible marks in output such as <|channel>."""
         listed = [(self._tokenizer.id_to_token(token), token) for token in sorted(self._control) if token < self.size]
         return {text: token for text, token in listed if text is not None} | self._bracketed
 
     def encode(self, text: str, *, add_bos: bool = True, parse_special: bool = False) -> list[int]:
-        """Returns the token ids of `text`; a surrogate that is no half of a pair becomes U+FFFD.
+        """Returns the token ids of `text`; a lone surrogate becomes U+FFFD.
 
-        `parse_special` lets control tokens such as <|turn> in the text become those tokens; leave it off for foreign text.
+        `parse_special` turns control tokens that are written out in the text, such as <|turn>, into those tokens; never set it for
+        untrusted text.
         """
         clean = well_formed(text)
         known, pattern = (self._special, self._any_special) if parse_special else (self._marks, self._mark)
@@ -111,27 +112,27 @@ class TokenizerVocabulary(TokenRange):
 
 
 def _pattern(tokens: Collection[str]) -> re.Pattern[str] | None:
-    """Returns what splits a text at tokens, the longest of those that begin at a place; None without tokens."""
+    """Returns a pattern that splits a text at these tokens and prefers longer ones; None without tokens."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 
 
 def _keep_no_words(model: Any) -> None:
-    """Turns off a BPE model's cache of 10,000 words: Gemma's tokenizer splits no text, so its words are whole prompts, 40 MB of them."""
-    resize = getattr(model, "_resize_cache", None)  # not in every version
+    """Turns off a BPE model's cache of 10,000 words. Gemma's tokenizer does not split a text, so it would keep whole prompts, 40 MB."""
+    resize = getattr(model, "_resize_cache", None)  # missing in some versions
     if resize is not None:
         resize(0)
 
 
-# Tokens per forward of a prefill, and how many times the context they may be: a float32 for each head.
+# The most tokens per forward of a prefill, and the most attention scores (tokens times context) per head, which are float32.
 PREFILL_ROWS, PREFILL_SCORES = 256, 1 << 18
-# The target's input with the number of rows that end behind the last K and V.
+# The target's input that says how many rows are unread: for these it computes nothing after the last K and V.
 SKIPPED_ROWS = "skipped_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrtOptions:
-    """How a pair is opened. `context` is in tokens."""
+    """How to open a pair. `context` is in tokens."""
 
     context: int
     threads: int
@@ -140,7 +141,7 @@ class OrtOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticParts:
-    """What a pair of graphs of fixed shapes has besides: graphs of a prefill's rows and of one row, and the embeddings' NumPy files."""
+    """The additional files of a pair of graphs with fixed shapes: graphs for a prefill and for one row, and NumPy files of embeddings."""
 
     facts: StaticGraphs
     prefill: Path
@@ -151,9 +152,9 @@ class StaticParts:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFiles:
-    """The files of a pair and what must be known of them; external data lies beside the graphs.
+    """The files of a pair, and the facts from the manifest that are needed to open them. External data are in the graphs' folder.
 
-    With `static` the shapes are fixed: `target` is the graph of a verify, and there is no `target_head`.
+    With `static`, the shapes are fixed: `target` is the graph for a verify, and there is no `target_head`.
     """
 
     target: Path
@@ -165,15 +166,15 @@ class PairFiles:
     hidden_size: int
     vocab_size: int
     static: StaticParts | None = None
-    # What the weights are packed from: all of the bundle's graphs and their data, as a graph may read any of it.
+    # The sources of packed weights: all graphs of the bundle and their data, since a graph may read any of these files.
     sources: tuple[PackedSource, ...] = ()
 
 
 class GraphTarget(CommittedText):
-    """What targets have in common, whatever their graphs. Implements `interfaces.Target`. Close it, or use it as a context manager."""
+    """Base class of targets on onnxruntime. Implements `interfaces.Target`. Close it, or use it as a context manager."""
 
     def __init__(self, files: PairFiles, context: int, cache: KeyValueCache | StaticRows, *, chunk: int, longest_context: int) -> None:
-        """`chunk`: the most tokens of a forward of a prefill; `longest_context`: the longest context that the graphs were made for."""
+        """`chunk`: the most tokens per forward of a prefill; `longest_context`: the longest context that the graphs support."""
         if context > longest_context:
             raise RequestError(f"context {context} is beyond the {longest_context} tokens of {files.target.name}; ask for at most that")
         super().__init__(context, TokenizerVocabulary(files.tokenizer, files.graphs, files.vocab_size), files.hidden_size)
@@ -185,26 +186,26 @@ class GraphTarget(CommittedText):
         self.kv_type = "-".join(sorted({buffer.dtype for buffer in files.layout.buffers}))
         self._drafts = files.drafter is not None
         self._logits = np.zeros((1, MAX_ROWS, files.vocab_size), np.float32)
-        # What a verify of so many rows gives.
+        # By number of rows, views of a verify's hidden rows and logits.
         self._results_by_rows = [(self.hidden_rows[0, :rows], self._logits[0, :rows]) for rows in range(MAX_ROWS + 1)]
         self._graphs: list[Graph] = []
         self.closers: list[Any] = []
 
     @abstractmethod
     def _forward(self, ids: Tokens, soft: NDArray[np.float32] | None, rows_read: int) -> None:
-        """Appends tokens, or soft rows, and puts the hidden rows of the last `rows_read` into the first of `hidden_rows`.
+        """Appends tokens, or soft rows, and writes the hidden rows of the last `rows_read` tokens to the beginning of `hidden_rows`.
 
-        Of a prefill that is at most one.
+        In a prefill, `rows_read` is 0 or 1.
         """
 
     @abstractmethod
     def _verify(self, tokens: Sequence[int]) -> None:
-        """As `_forward`, with their logits into the first of `_logits`."""
+        """Appends tokens and writes their hidden rows and logits to the beginnings of `hidden_rows` and `_logits`."""
 
     def prefill(self, tokens: Sequence[int], *, rows_read: int = 1) -> None:
-        """Appends tokens, if any, in chunks; no logits are computed.
+        """Appends tokens, if any, in chunks; computes no logits.
 
-        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails; then nothing was appended.
+        Raises RequestError if they do not fit the context or the vocabulary, BackendError if onnxruntime fails; then nothing is appended.
         """
         if tokens:
             ids = self.checked(tokens)
@@ -214,7 +215,7 @@ class GraphTarget(CommittedText):
             self.take_hidden(self.hidden_rows[0, :read])
 
     def prefill_rows(self, ids: Sequence[int], rows: NDArray[np.float32], *, whole: bool = False) -> None:
-        """Appends the soft rows [n, hidden size] of an image or sound, which negative `ids` stand for. Raises as `prefill` does."""
+        """Appends the soft rows [n, hidden size] of an image or sound; negative `ids` stand for them. Raises as `prefill` does."""
         if whole:
             raise RequestError("the graphs of this bundle let tokens attend to earlier ones only; use llama.cpp for its images")
         values = self.checked_soft(ids, rows)
@@ -222,9 +223,9 @@ class GraphTarget(CommittedText):
             self._in_chunks(values, rows, 0)
 
     def verify(self, tokens: Sequence[int]) -> Logits:
-        """One verify of at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
+        """One forward over at most `max_rows` tokens; returns a view of the float32 logits [len(tokens), vocabulary].
 
-        The next verify overwrites it. Raises as `prefill` does.
+        The view is valid until the next verify. Raises as `prefill` does.
         """
         self.check(tokens)
         rows, start = len(tokens), self.length
@@ -241,7 +242,7 @@ class GraphTarget(CommittedText):
 
     @contextmanager
     def _appending(self) -> Iterator[None]:
-        """Appends all that is appended in it, or nothing."""
+        """Makes several forwards atomic: after an error, none of their tokens is appended."""
         start = self.length
         self.forget_hidden()
         try:
@@ -251,7 +252,7 @@ class GraphTarget(CommittedText):
             raise
 
     def _in_chunks(self, ids: NDArray[np.int64], rows: NDArray[np.float32] | None, rows_read: int) -> None:
-        """Runs a prefill whose last `rows_read` hidden rows are read."""
+        """Runs a prefill in chunks. The hidden rows of its last `rows_read` tokens will be read."""
         first = 0
         while first < len(ids):
             piece = slice(first, first + self._chunk_now())
@@ -259,15 +260,15 @@ class GraphTarget(CommittedText):
             first = piece.stop
 
     def _chunk_now(self) -> int:
-        """Tokens of the next forward of a prefill."""
+        """Returns the most tokens for the next forward of a prefill."""
         return self._chunk
 
     def rollback(self, length: int) -> None:
-        """Forgets all rows from `length` on. The drafter goes on from the hidden row of the last kept token.
+        """Removes all rows from `length` on. The drafter continues from the hidden row of the last kept token.
 
-        Before the newest batch there is no such row: then drafts are empty until the next verify or prefill. Raises RequestError
-        if the sliding cache no longer holds what a forward at `length` would attend to: never within `rewind_slack` rows of
-        the greatest length so far. After such a refusal nothing has changed.
+        Only the newest forward has hidden rows. After a rollback to an earlier one, drafts are empty until the next verify or prefill.
+        Raises RequestError if the sliding cache no longer holds the rows that a forward at `length` would attend to; then nothing has
+        changed. Within `rewind_slack` rows of the greatest length so far, that never happens.
         """
         self.check_rollback(length)
         self.length = length
@@ -275,14 +276,14 @@ class GraphTarget(CommittedText):
             self._kv_rows.restart()
 
     def state(self, first: int = 0) -> KvRows:
-        """Returns the K/V rows from position `first` on; of the sliding layers those that are still there."""
+        """Returns the K/V rows from position `first` on; for the sliding layers, those of them that the cache still holds."""
         self.require_open()
         return self._kv_rows.rows_from(first, self.length)
 
     def restore(self, tokens: Sequence[int], rows: KvRows) -> None:
-        """Replaces all rows by `rows`, made of `tokens`. There are no drafts until the next forward.
+        """Replaces the contents of the cache by the saved `rows` of `tokens`. Drafting is unavailable until the next forward.
 
-        Raises RequestError if they do not fit; then nothing has changed.
+        Raises RequestError if the rows do not fit; then nothing has changed.
         """
         self.check_state(tokens, rows)
         self.forget_hidden()
@@ -293,29 +294,29 @@ class GraphTarget(CommittedText):
     @property
     @abstractmethod
     def skips_unread_rows(self) -> bool:
-        """Whether a prefill computes no more than K and V of rows that are not read; older graphs compute all rows."""
+        """Whether a prefill computes only K and V of rows that are not read. Graphs of older exports compute all rows in full."""
 
     @property
     def row_kernels(self) -> bool:
-        """Whether the project's own kernels multiply in its layers."""
+        """Whether the project's own kernels compute the products in its layers."""
         return any(graph.row_kernels for graph in self._graphs)
 
     @property
     def lacks_kernels(self) -> bool:
-        """Whether one of its graphs is of an earlier version and names no kernels."""
+        """Whether one of its graphs comes from an older export, which names no kernels."""
         return any(graph.lacks_kernels for graph in self._graphs)
 
     @property
     def rollback_floor(self) -> int:
-        """The smallest length above 0 that `rollback` can go back to now."""
+        """The smallest length above 0 that `rollback` accepts now."""
         return self._kv_rows.rollback_floor
 
     def assignments(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Per graph and execution provider how many nodes of each operator it runs."""
+        """Returns, for each graph, how many nodes of each operator each execution provider runs."""
         return {graph.name: graph.assignments() for graph in self._graphs}
 
     def close(self) -> None:
-        """Frees the sessions. Harmless when done twice."""
+        """Frees the sessions. Can be called twice."""
         while self.closers:
             self.closers.pop().close()
         self._graphs.clear()
@@ -334,35 +335,35 @@ class GraphTarget(CommittedText):
 
 
 class OrtTarget(GraphTarget):
-    """The target of graphs of dynamic shapes."""
+    """A target whose graphs have dynamic shapes."""
 
     def __init__(self, files: PairFiles, context: int, session: SessionOptions, packed: PackedCache | None = None) -> None:
         self.cache = KeyValueCache(files.layout, context)
         chunk = min(PREFILL_ROWS, self.cache.chunk)
-        # Weights are packed while the tokenizer is read, which takes a good part of a second for 262,144 tokens.
+        # A thread packs the weights while this one reads the tokenizer, which takes most of a second for 262,144 tokens.
         with without_flash(), ThreadPoolExecutor(1) as beside:
             opening = beside.submit(self._open_graphs, files, session, packed)
             super().__init__(files, context, self.cache, chunk=chunk, longest_context=files.graphs.context)
             self._graphs = opening.result()
         graph = self._graphs[0]
         check_inputs(graph, {name: self.cache.array(name).shape for name in self.cache.names}, files.target)
-        # A drafter is at the position behind the text.
+        # One more position than the context, because a drafter uses the position after the text.
         halved = any(buffer.dtype == "f16" for buffer in files.layout.buffers)
         self.rotations = Rotations(files.graphs.rotations, context + 1, halved=halved)
         self._skips_unread_rows = SKIPPED_ROWS in graph.inputs
         self._forwards: dict[tuple[int, int, bool], Forward] = {}
         self._heads: dict[int, Call] = {}
-        # The CPU's operators take tensors without rows; others were not tried.
+        # The CPU's operators accept tensors with 0 rows; those of other devices were not tried.
         self._fewest_rows = 0 if session.device.is_cpu else 1
 
     def _open_graphs(self, files: PairFiles, session: SessionOptions, packed: PackedCache | None) -> list[Graph]:
-        """Opens the graphs of the layers and of the head; their weights come from the packed cache, if there is one."""
-        assert files.target_head is not None  # only graphs of fixed shapes have none
+        """Opens the graphs of the layers and of the head, with weights from the packed cache if there is one."""
+        assert files.target_head is not None  # only pairs with fixed shapes have none
         with contextlib.nullcontext() if packed is None else packed.loading(*files.sources):
             return [self._open_layers(files, session), Graph(files.target_head, session)]
 
     def _open_layers(self, files: PairFiles, session: SessionOptions) -> Graph:
-        """Opens the graph of the layers, and checks that it gives all rows."""
+        """Opens the graph of the layers, and checks that its outputs are all K/V rows of the manifest's buffers."""
         graph = Graph(files.target, session)
         new = {name.removeprefix("new_") for name in graph.outputs if name.startswith("new_")}
         if set(buffer_outputs(graph).values()) != set(self.cache.values) or new != self.cache.read_by_rows.keys():
@@ -379,7 +380,7 @@ class OrtTarget(GraphTarget):
         super().close()
 
     def _chunk_now(self) -> int:
-        """Scores of a full layer, rows times context for each head, take memory."""
+        """Limits the memory of a full layer's attention scores: rows times context for each head."""
         return max(MAX_ROWS, min(self._chunk, PREFILL_SCORES // (self.length + self._chunk)))
 
     def _forward(self, ids: Tokens, soft: NDArray[np.float32] | None, rows_read: int) -> None:
@@ -391,7 +392,7 @@ class OrtTarget(GraphTarget):
             if rows <= MAX_ROWS or rows == self._chunk:
                 self._forwards[key] = forward
         self.cache.make_room(start, rows)
-        # Before the run: behind it, with cold caches, all that is done is dear.
+        # Done before the run, because right after it the CPU's caches are cold and everything takes longer.
         self.append(ids)
         forward.run(ids, start, soft)
         if rows_read < rows and not self.skips_unread_rows:
@@ -407,15 +408,18 @@ class OrtTarget(GraphTarget):
 
 
 class Forward:
-    """A forward of a fixed number of tokens, or of soft rows, bound once; hidden rows are of the last `rows_read`, or of all."""
+    """A forward of a fixed number of tokens, or of soft rows, whose arrays are bound once.
+
+    It gives the hidden rows of the last `rows_read` tokens, or of all if the graph cannot skip unread rows.
+    """
 
     def __init__(self, graph: Graph, target: OrtTarget, rows: int, rows_read: int, *, soft: bool) -> None:
         if soft and "soft_rows" not in graph.inputs:
             raise RequestError("the model's graph takes text only; export the bundle again with --media f16")
-        # Graphs for text only have neither.
+        # Inputs for images and sound; a graph for text only has neither.
         self._soft, self._is_soft = np.zeros((1, rows if soft else 1, target.hidden_size), np.float32), np.full((1, 1, 1), soft)
         self._rows = rows
-        # Token ids and positions, written at once.
+        # Token ids and positions in one array, so that one call of struct.pack_into writes both.
         numbers = np.zeros((2, rows), np.int64)
         self._numbers, self._layout = numbers.data, struct.Struct(f"={2 * rows}q")
         self._cache, buffers = target.cache, target.cache.values
@@ -439,7 +443,7 @@ class Forward:
 
 
 def shared_inputs(target: OrtTarget) -> dict[str, Any]:
-    """The inputs of attention that target and drafter have in common."""
+    """Returns the inputs that the attention of both target and drafter reads: rotations and row counts."""
     counts, values = target.cache.counts, dict(target.rotations.values)
     for kind in (FULL, SLIDING):
         values |= {f"last_row_{kind}": counts[kind].last, f"rows_{kind}": counts[kind].rows}
@@ -447,12 +451,15 @@ def shared_inputs(target: OrtTarget) -> dict[str, Any]:
 
 
 def buffer_outputs(graph: Graph) -> dict[str, str]:
-    """Returns the graph's outputs that are buffers, with their names. Layers that only read one may give it back too, with a suffix."""
+    """Returns the graph's outputs that are K/V buffers, each with the buffer's name.
+
+    Layers that only read another layer's buffer may have an output for it too, with a suffix.
+    """
     return {name: name.removeprefix("present_").split("@")[0] for name in graph.outputs if name.startswith("present_")}
 
 
 def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
-    """The ONNX files of a bundle, with or without the drafter's; raises BundleError if it has none, or one that is not to be opened."""
+    """Returns the ONNX files of a bundle, with or without the drafter's. Raises BundleError if they are missing or not safe to open."""
     manifest = bundle.manifest
     if manifest.onnx is None or not bundle.has("target", "onnx"):
         raise BundleError(f"{bundle.folder}: the bundle has no ONNX model; export it again with --format onnx or both")
@@ -488,7 +495,7 @@ def pair_of(bundle: Bundle, *, drafter: bool) -> PairFiles:
 
 
 def check_inputs(graph: Graph, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Raises BundleError if the graph takes arrays of other shapes; sizes it leaves open fit."""
+    """Raises BundleError if the graph expects other shapes; a size that it leaves open always fits."""
     for name, declared in shapes.items():
         shape = graph.inputs.get(name, ())
         if len(shape) != len(declared) or any(type(size) is int and size != own for size, own in zip(shape, declared, strict=False)):
