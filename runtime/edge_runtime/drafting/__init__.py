@@ -1,1 +1,1 @@
-"""How many tokens to draft: policies, the cost and acceptance models behind them, prompt lookup."""
+"""How many tokens to draft: policies, and the cost and acceptance models behind them. Also prompt lookup."""

@@ -1,6 +1,7 @@
-"""Cost of a round on this machine: a draft of n tokens, and a verify of n rows, which on real kernels is neither linear nor monotone.
+"""The cost of a round on this machine: drafting n tokens, and verifying n rows.
 
-Costs were measured before, or else are computed from sizes and learned from the timings of real rounds, which also correct measured ones.
+The cost of a verify is neither linear nor monotone in n on real kernels, so there is a figure for each n. A probe measures the costs; or
+they are computed from sizes at first and learned from the timings of real rounds, which also correct measured costs.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import Timing
 
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
-# Texts of up to this many tokens share a bucket; each further bucket is twice as long.
+# Costs are corrected by buckets of text length: the first one goes up to this many tokens, each further one up to twice as many.
 FIRST_BUCKET = 512
-# Learning rates for an observed deviation: of the common factor of a bucket, of one number of rows, and of a draft.
+# Learning rates: of a bucket's factor, of the cost of one number of rows, and of the cost of a draft.
 BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2
-# A deviation of a draft of one token is this much more likely due to the fixed overhead than to the cost per token.
+# The variance of a draft's fixed overhead, relative to that of its cost per token: the overhead takes this much more of a deviation.
 OVERHEAD_VARIANCE = 4.0
-# One timing counts as at most this factor off: the rest is the effect of other processes.
+# A timing that is off by more than this factor is clipped: the rest is the effect of other processes.
 MAX_FACTOR_OFF = 2.0
 MIN_SECONDS = 1e-9
 _MAX_SECONDS = 3600.0
-# Of provisional costs the newest so many timings of a number of rows count, and so many settle it.
+# Provisional costs: for each number of rows, how many of the newest timings count, and how many are enough.
 WINDOW, SETTLED = 9, 3
-# Of shared verifies: what is left of a round's weight after another, and the rounds that each other figure counts as.
+# Shared verifies: a round's weight is multiplied by this at each further round; and how many rounds a figure of `verify` counts as.
 SHARED_DECAY, SEED_ROUNDS = 0.995, 0.3
 _GROUP = 4
-# Differences of sums that are smaller, relative to them, are rounding.
+# Relative differences of sums below this are rounding errors.
 _ROUNDING = 1e-9
 _MAX_UNLEARNED = 32
 
@@ -44,13 +45,13 @@ class Costs(Protocol):
 
     @property
     def is_provisional(self) -> bool:
-        """Whether they are computed or learned from rounds, not measured."""
+        """Whether they were computed or learned from rounds rather than measured by a probe."""
 
     def verify(self, rows: int) -> float:
         """Cost of one target forward of `rows` rows at the current length of their texts."""
 
     def share(self, rows: int, requests: int) -> float:
-        """What a request's `rows` rows of a verify cost it, where `requests` requests share the verify."""
+        """Cost of a request's `rows` rows in a verify that `requests` requests share."""
 
     def draft(self, steps: int, requests: int = 1) -> float:
         """Cost of drafting `steps` tokens, for one of `requests` requests that draft together; 0 for no tokens."""
@@ -59,16 +60,16 @@ class Costs(Protocol):
         """Learns from the timing of one round."""
 
     def rows_to_time(self, limit: int) -> Sequence[int]:
-        """Returns the numbers of rows, up to `limit`, that too few rounds timed, those that the fewest timed first."""
+        """Returns the numbers of rows, up to `limit`, that have too few timings, those with the fewest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """Seconds after a short text.
+    """Costs in seconds, after a short text.
 
-    `verify[n - 1]` is a verify of n rows. A draft takes a fixed `overhead` and a `step` per token: the drafter's weights and threads are
-    cold after a forward of the target. `timings[n - 1]` is how many real rounds timed n rows; what none timed is computed. It is empty
-    where a probe measured every number of rows.
+    `verify[n - 1]` is the cost of verifying n rows. A draft costs a fixed `overhead`, because the drafter's weights and threads are cold
+    after a forward of the target, and `step` per token. `timings[n - 1]` is how many real rounds timed n rows; if 0, the cost is computed.
+    `timings` is empty if a probe measured all costs.
     """
 
     verify: tuple[float, ...]
@@ -90,39 +91,39 @@ class MeasuredCosts:
 
     @property
     def mean_step(self) -> float:
-        """Seconds per token in a draft of 3, its share of the overhead included."""
+        """Seconds per token in a draft of 3 tokens, including its share of the overhead."""
         return self.draft(3) / 3
 
     def combined(self, other: MeasuredCosts) -> MeasuredCosts:
-        """Returns the quicker measurement: the machine was busier in the other, and the ratios of the figures count."""
+        """Returns the faster of two measurements; the machine was busier in the other. They are not mixed: ratios of the figures matter."""
         return min(self, other, key=lambda costs: sum(costs.verify))
 
 
 class SharedLine:
-    """Seconds of verifies that several requests share, as a line over all of their rows, fitted to the newest rounds.
+    """The seconds of verifies that several requests share: a straight line over the total number of rows, fitted to the newest rounds.
 
-    So a row costs what it adds near the rows that rounds have, whatever the others bring. Single timings of each number of rows would not
-    do: there are many, the cheapest of which looks so by chance.
+    With a line, the cost of a request's row does not depend on the rows of the others. A figure for each total would not work: there are
+    many, with few timings each, so the cheapest would be cheap by chance.
     """
 
     def __init__(self, requests: int, verify: Callable[[int], float]) -> None:
-        """`verify` returns what a verify of so many rows costs by all that is known beside; it counts as a part of a round."""
+        """`verify` returns the cost of a verify from other knowledge; each of two such points counts as SEED_ROUNDS rounds."""
         self._requests, self._verify = requests, verify
-        self._sums = np.zeros(5)  # of the weights, and with them of rows, seconds, rows squared, rows times seconds
+        self._sums = np.zeros(5)  # weighted sums of 1, rows, seconds, rows squared, rows times seconds
 
     def add(self, rows: int, seconds: float) -> None:
-        """Takes the timing of a round."""
+        """Adds the timing of a round."""
         start, each = self._fitted()
         known = start + each * rows
         self._sums = SHARED_DECAY * self._sums + _weighted(rows, known * _bounded(seconds / known), 1.0, known)
 
     def share(self, rows: int) -> float:
-        """Seconds that a request's `rows` rows cost it: its part of a verify of one row for each, and what its drafts add."""
+        """Returns the seconds of a request's `rows` rows: its share of the fixed cost, and the cost of each row."""
         start, each = self._fitted()
         return start / self._requests + each * rows
 
     def _fitted(self) -> tuple[float, float]:
-        """The seconds of no rows, and of each."""
+        """Returns the fitted line: its fixed seconds, and the seconds per row."""
         sums = self._sums
         for rows in (self._requests, 2 * self._requests):
             sums = sums + _weighted(rows, self._verify(rows), SEED_ROUNDS, self._verify(rows))
@@ -130,7 +131,7 @@ class SharedLine:
         spread = weight * squares - of_rows**2
         if spread > _ROUNDING * weight * squares:
             each = max((weight * products - of_rows * of_seconds) / spread, 0.0)
-        else:  # rounds of one number of rows, beside which all other figures vanish: a row costs the part that it costs in these
+        else:  # all rounds have the same number of rows: the seconds per row are the same part of the total as in `verify`
             one, both = self._verify(self._requests), self._verify(2 * self._requests)
             step = max(both - one, 0.0) / self._requests
             each = step * of_seconds / weight / (one + step * max(of_rows / weight - self._requests, 0.0))
@@ -138,37 +139,37 @@ class SharedLine:
 
 
 def _weighted(rows: int, seconds: float, rounds: float, known: float) -> NDArray[np.float64]:
-    # Deviations are in proportion to the seconds.
+    # The errors of timings are assumed to be proportional to the seconds, hence the squared weight.
     return np.array([1, rows, seconds, rows**2, rows * seconds]) * (rounds / known**2)
 
 
 class CostCurve:
-    """Costs, corrected by the timings of real rounds: per number of rows, per bucket of text length, and per draft.
+    """Costs that the timings of real rounds correct: by number of rows, by bucket of text length, and for drafts. Implements `Costs`.
 
-    Batches of several requests are not measured: they are extrapolated, and corrected by their own rounds (`SharedLine`).
-    Provisional costs, which no probe measured, follow the rounds: a number of rows takes the median of its timings as far as there are
-    many, and one without timings keeps its proportion to its neighbours.
+    Verifies of several requests are not measured: they are extrapolated, and corrected by their own rounds (`SharedLine`). Provisional
+    costs, which no probe measured, follow the rounds. The more timings a number of rows has, the closer its cost is to their median; one
+    without timings keeps its proportion to its neighbours.
     """
 
     def __init__(self, start: MeasuredCosts, kept: MeasuredCosts | None = None) -> None:
-        """`start` are measured costs, or computed ones; then `kept` is what earlier rounds made of these, as so many timings more."""
+        """`start` has measured or computed costs. `kept` has costs that earlier rounds taught, if `start` was computed."""
         self._verify = list(start.verify)
-        self._drafts = {1: (start.overhead, start.step)}  # by requests that draft together
-        # Of provisional costs: those at the start, and the newest timings by rows, as after texts of the first bucket.
+        self._drafts = {1: (start.overhead, start.step)}  # by number of requests that draft together
+        # Provisional costs: the initial ones; and by rows the newest timings, divided by the factor of their bucket.
         self._start = start.verify
         self._timed: dict[int, deque[float]] | None = {} if start.timings else None
         if kept is not None and any(kept.timings):
             self._timed = _seeded(kept)
             self._verify = _in_proportion(self._start, self._timed)
             self._drafts[1] = _drafts_in_proportion(start, kept, self._verify[0] / self._start[0])
-        self._shared: dict[int, SharedLine] = {}  # by requests
+        self._shared: dict[int, SharedLine] = {}  # by number of requests
         self._learned = False
         self._stale = False  # timings were added since `_verify` was computed
-        self._draft_timings: dict[int, int] = {}  # by requests
-        self._buckets = {0: 1.0}
+        self._draft_timings: dict[int, int] = {}  # how many, by number of requests
+        self._buckets = {0: 1.0}  # factor of costs by bucket
         self._bucket = 0
-        self._unlearned: list[Timing] = []  # of the newest rounds, until somebody reads
-        self._counts = list(kept.timings) if kept is not None and any(kept.timings) else [0] * MAX_ROWS  # of timings by rows
+        self._unlearned: list[Timing] = []  # not learned yet
+        self._counts = list(kept.timings) if kept is not None and any(kept.timings) else [0] * MAX_ROWS  # timings by rows
 
     def verify(self, rows: int) -> float:
         """Seconds of one target forward of `rows` rows at the current length."""
@@ -179,7 +180,7 @@ class CostCurve:
         return known[rows - 1] * self._buckets[self._bucket]
 
     def share(self, rows: int, requests: int) -> float:
-        """Seconds that a request's `rows` rows cost it, where `requests` requests share the verify."""
+        """Seconds of a request's `rows` rows in a verify that `requests` requests share."""
         return self._line(requests).share(rows) if requests > 1 else self.verify(rows)
 
     def _line(self, requests: int) -> SharedLine:
@@ -189,7 +190,7 @@ class CostCurve:
         return self._shared[requests]
 
     def draft(self, steps: int, requests: int = 1) -> float:
-        """Seconds of drafting `steps` tokens where `requests` requests draft together; until observed, the same as for one."""
+        """Seconds of drafting `steps` tokens where `requests` requests draft together; until one is timed, as for a single request."""
         self._bring_up_to_date()
         overhead, step = self._drafts.get(requests, self._drafts[1])
         return overhead + steps * step if steps else 0.0
@@ -218,18 +219,18 @@ class CostCurve:
 
     @property
     def is_provisional(self) -> bool:
-        """Whether no probe measured these costs, however many rounds taught them."""
+        """Whether no probe measured these costs, no matter how many rounds corrected them."""
         return self._timed is not None
 
     def rows_to_time(self, limit: int) -> list[int]:
-        """Returns the numbers of rows, up to `limit`, that fewer than SETTLED rounds timed, the fewest first; none of measured costs."""
+        """Returns the numbers of rows, up to `limit`, with fewer than SETTLED timings, the fewest first; none for measured costs."""
         if self._timed is None:
             return []
-        counts = self._counts[:limit]  # which need none of the curve: trials are asked for often
+        counts = self._counts[:limit]  # needs no `_bring_up_to_date`, since this is called often
         return [rows for _, rows in sorted((count, rows) for rows, count in enumerate(counts, 1) if count < SETTLED)]
 
     def learned(self) -> MeasuredCosts | None:
-        """Returns what rounds made of provisional costs; None for measured ones, and before the first round."""
+        """Returns provisional costs as corrected by rounds; None for measured costs, and before the first round."""
         self._bring_up_to_date()
         if self._timed is None or not self._learned:
             return None
@@ -238,7 +239,7 @@ class CostCurve:
         return MeasuredCosts(verify=tuple(self._verify), step=step, overhead=overhead, timings=counts)
 
     def _time_rows(self, timed: dict[int, deque[float]], rows: int, seconds: float) -> None:
-        """Adds a timing; the speed of the machine at the moment, which all numbers of rows share, is taken out of it."""
+        """Adds a timing, divided by the bucket's factor: the speed of the machine at the moment, which all numbers of rows share."""
         if rows in timed:
             off = seconds / (statistics.median(timed[rows]) * self._buckets[self._bucket])
             self._buckets[self._bucket] *= _bounded(off) ** BUCKET_SHARE
@@ -246,8 +247,8 @@ class CostCurve:
         self._learned = self._stale = True
 
     def _bring_up_to_date(self) -> None:
-        """Learns from the newest rounds, and computes provisional costs from their timings, when somebody reads them: that takes long."""
-        while self._unlearned:  # each may read what was learned before it
+        """Learns from the newest rounds and computes provisional costs again. That takes long, so it is done only before costs are read."""
+        while self._unlearned:  # learning from one may read the costs, and so get here again
             timings, self._unlearned = self._unlearned, []
             for timing in timings:
                 self._learn(timing)
@@ -257,15 +258,15 @@ class CostCurve:
         self._verify = _in_proportion(self._start, self._timed)
 
     def _learn_draft(self, requests: int, steps: int, seconds: float) -> None:
-        """Corrects overhead and step by the time of a draft, each by its part in it (normalised least mean squares)."""
+        """Corrects overhead and step by the time of a draft, each in proportion to its part of it (normalised least mean squares)."""
         overhead, step = self._drafts.get(requests, self._drafts[1])
-        extrapolated = requests * overhead + steps * step
+        expected = requests * overhead + steps * step
         count = self._draft_timings[requests] = self._draft_timings.get(requests, 0) + 1
         share = DRAFT_SHARE if requests == 1 and self._timed is None else max(DRAFT_SHARE, 1 / count)
-        off = seconds / extrapolated
-        if off > 1 or self._timed is None:  # other processes make a draft slower, but none makes it faster than was computed
+        off = seconds / expected
+        if off > 1 or self._timed is None:  # a draft faster than computed is not clipped: other processes only make it slower
             off = _bounded(off)
-        error = extrapolated * (off**share - 1)
+        error = expected * (off**share - 1)
         weight = OVERHEAD_VARIANCE * requests**2 + steps**2
         self._drafts[requests] = (
             max(overhead + error * OVERHEAD_VARIANCE * requests / weight, 0.0),
@@ -274,15 +275,15 @@ class CostCurve:
 
     def _enter(self, length: int) -> None:
         bucket = max(0, math.ceil(math.log2(max(length, 1) / FIRST_BUCKET)))
-        # A new bucket starts with the factor of the one before it; the growth of attention shows within some rounds.
+        # A new bucket starts with the factor of the previous one; a few rounds teach how much slower attention has become.
         self._buckets.setdefault(bucket, self._buckets[self._bucket])
         self._bucket = bucket
 
 
 def extrapolated(known: Sequence[float]) -> float:
-    """Extrapolates the cost of n + 1 rows from those of 1 to n rows; the result is at least the cost of four rows fewer.
+    """Extrapolates the cost of n + 1 rows from those of 1 to n rows. The result is at least the cost of four rows fewer.
 
-    Kernels process rows in groups of four, so the curve continues with that period and the growth between the last two groups.
+    Kernels process rows in groups of four. So it is the cost of four rows fewer plus the mean growth from the group before to the last one.
     """
     if len(known) < 2 * _GROUP:
         return known[-1] + max(known[-1] - known[0], 0.0) / max(1, len(known) - 1)
@@ -296,7 +297,7 @@ def _seeded(costs: MeasuredCosts) -> dict[int, deque[float]]:
 
 
 def _drafts_in_proportion(start: MeasuredCosts, kept: MeasuredCosts, speed: float) -> tuple[float, float]:
-    """Returns overhead and step: those of `start` at the `speed` of verifies, drawn to the kept ones as rows are to their timings."""
+    """Returns overhead and step: those of `start` times `speed`, the factor of verifies, pulled to the kept ones by their timings."""
     counts = max(kept.timings[1:])
     share = counts / (counts + SETTLED)
     factor = speed * (kept.draft(3) / (start.draft(3) * speed)) ** share
@@ -304,11 +305,11 @@ def _drafts_in_proportion(start: MeasuredCosts, kept: MeasuredCosts, speed: floa
 
 
 def _in_proportion(start: Sequence[float], timed: Mapping[int, Sequence[float]]) -> list[float]:
-    """Returns the seconds of 1 to MAX_ROWS rows: `start` times a factor for each, whose logarithm is interpolated between timed rows.
+    """Returns the seconds of 1 to MAX_ROWS rows: `start` times a factor, whose logarithm is interpolated between the timed rows.
 
-    A factor is the median of its rows' timings, drawn to that of all timings, which counts as SETTLED more: few timings on a busy machine
-    tell more about the moment than about the number of rows. So one timing alone counts as at most MAX_FACTOR_OFF beside the others, and
-    two as its square.
+    The factor of a timed number of rows is the median over its timings, pulled to the median of all timings, which counts as SETTLED more
+    timings: on a busy machine, a few timings say more about the moment than about the number of rows. For the same reason n timings may
+    deviate from the common factor by at most MAX_FACTOR_OFF ** n.
     """
     known = sorted(timed)
     counts = [len(timed[rows]) for rows in known]

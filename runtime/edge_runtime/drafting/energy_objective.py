@@ -1,4 +1,4 @@
-"""Drafts by joules: the power of each phase, the cost of a round in joules, and the fewest joules within a bound on time."""
+"""Draft lengths by energy: the power of each phase, the cost of a round in joules, and the fewest joules within a bound on time."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from edge_runtime.drafting.policies import Timing
 from edge_runtime.errors import ConfigError
 from edge_runtime.interfaces import Drafter, Target
 
-# What rounds take in seconds and joules where a second has a price: the trade that a bound on time is chosen from.
+# The trade between seconds and joules: what rounds take of both if a second has a price in joules, for several prices.
 #
-# A round is a walk over confidence bins. At a price λ of time the policy that stops it best is trade by backward induction over the number
-# of drafts, the bin of the last one and the chance that all stand, at a reference rate r; then r becomes the tokens per cost of that
-# policy (Dinkelbach 1967). All prices are computed at once. The last one is time alone: what the objective time takes, by the same model,
-# so that what the model has wrong is wrong on both sides of a bound.
+# A round is a walk over confidence bins. For a price of time and a reference rate r, backward induction finds the policy that stops the
+# walk best; its state is the number of drafts, the bin of the last one, and the probability that all are accepted. Then r becomes the
+# tokens per cost of that policy, and so on (Dinkelbach 1967). All prices are computed at once. The last "price" counts time alone: it is
+# the fastest policy by the same model, so that errors of the model affect both sides of a bound on time alike.
 
 Array = NDArray[np.float64]
 
-# Chances that all drafts stand are kept at so many points of a logarithmic grid, down to the least one.
+# The probability that all drafts are accepted has this many grid points on a logarithmic scale, from 1 to CHANCE_FLOOR.
 POINTS, CHANCE_FLOOR = 32, 0.02
-# Improvements of the reference rates by the first call, and by later ones, which begin with the rates before.
+# Iterations for the reference rates: in the first call, and in later ones, which start from the previous rates.
 FIRST_STEPS, STEPS = 4, 1
-# The most of the last drafts that may be left out of a verify.
+# The model lets at most this many of the last drafts be left out of a verify.
 KEPT = 2
 
 
 class RoundCosts(NamedTuple):
-    """Costs in seconds or joules: `verify[n]` of a forward that verifies n drafts, `draft[n]` of drafting n tokens."""
+    """Costs in seconds or joules: `verify[n]` for a forward that verifies n drafts, `draft[n]` for drafting n tokens."""
 
     verify: Array
     draft: Array
 
 
 class Trade(NamedTuple):
-    """By price: seconds and joules per token, and tokens per unit of cost."""
+    """For each price of time: seconds and joules per token, and tokens per unit of cost."""
 
     seconds: Array
     joules: Array
@@ -52,15 +52,15 @@ class Trade(NamedTuple):
 
 
 class Frontier:
-    """Computes the trade at each of `prices` in watts, ascending, and for time alone, which comes last."""
+    """Computes the trade at ascending `prices` of time, in watts (joules per second), and for time alone, which comes last."""
 
     def __init__(self, prices: Array) -> None:
-        # What a joule and a second count.
+        # By price, the weights of a joule and of a second in the cost.
         self._weights = np.stack([np.append(np.ones(len(prices)), 0.0), np.append(prices, 1.0)])
         self._rates: Array | None = None
 
     def trade(self, known: Forecast, seconds: RoundCosts, joules: RoundCosts, *, stepwise: bool) -> Trade:
-        """`stepwise`: a draft can end after each token; otherwise its length is fixed before."""
+        """Returns the trade. `stepwise`: a draft can end after each token; otherwise its length is fixed in advance."""
         draft = np.stack([joules.draft, seconds.draft])[:, None]
         forwards = np.stack([joules.verify, seconds.verify])
         verify = forwards[:, _cheapest_from(self._cost(forwards[:, None]))]
@@ -81,7 +81,7 @@ class Frontier:
         return trade
 
     def _cost(self, spent: Array) -> Array:
-        """Cost [prices, n] of joules and seconds [2, prices or 1, n]."""
+        """Returns the cost [prices, n] of `spent`: joules and seconds [2, prices or 1, n]."""
         cost: Array = self._weights[0][:, None] * spent[0] + self._weights[1][:, None] * spent[1]
         return cost
 
@@ -91,13 +91,14 @@ class Frontier:
 
 
 class _Walk:
-    """The Markov chain of a round's drafts, on a grid of the chance that all of them stand."""
+    """The Markov chain of a round's drafts, on a grid of the probability that all of them are accepted."""
 
     def __init__(self, known: Forecast) -> None:
         self._known = known
         self._chances = np.geomspace(1.0, CHANCE_FLOOR, POINTS)
-        # The chance after another draft [bins, points], and its place on the grid. What follows is nearly linear in the chance itself:
-        # between points of its logarithm it would seem more than it is.
+        # The probability after another draft [bins, points], and its position on the grid: between point `_below` and the next one,
+        # weighted by `_part`. The interpolation is linear in the probability itself, as values are; in its logarithm it would overestimate
+        # them.
         after = np.maximum(known.accept_prob[:, None] * self._chances, CHANCE_FLOOR)
         self._below = np.minimum((np.log(after) / np.log(CHANCE_FLOOR) * (POINTS - 1)).astype(np.intp), POINTS - 2)
         upper, lower = self._chances[self._below], self._chances[self._below + 1]
@@ -105,12 +106,12 @@ class _Walk:
         self._bins = np.arange(len(known.accept_prob))[:, None]
 
     def values(self, rates: Array, weights: Array, draft: Array, verify: Array) -> tuple[Array, Array]:
-        """Tokens [prices], and joules and seconds [2, prices], of a round of the policy that is best at these rates."""
+        """Returns the tokens [prices], and joules and seconds [2, prices], of a round under the best policy at these rates."""
         longest, known = draft.shape[2] - 1, self._known
         priced = (weights * rates)[:, :, None, None]
-        # Tokens that are lost where the last draft is not verified, and the one before it.
+        # The expected tokens that are lost if the last 0, 1 or 2 drafts are not verified.
         lost: list[Array] = [np.zeros(1), self._chances, self._chances * (1 + 1 / known.accept_prob[:, None])]
-        # Of what follows the drafts so far: tokens, joules and seconds [3, prices, bins, points].
+        # Expected tokens, joules and seconds after the drafts so far [3, prices, bins, points].
         value = np.zeros((3, len(rates), len(self._bins), POINTS))
         value[1:] = verify[:, :, longest, None, None]
         for drafted in range(longest - 1, -1, -1):
@@ -122,7 +123,7 @@ class _Walk:
                 break
             value = known.transition @ following
             value[1:] += step
-            for fewer in range(min(KEPT, drafted) + 1):  # stop, and verify so many drafts fewer
+            for fewer in range(min(KEPT, drafted) + 1):  # stops here if that is better, and leaves the last `fewer` drafts unverified
                 stopped = verify[:, :, drafted - fewer, None, None]
                 stop = (priced * (value[1:] - stopped)).sum(axis=0) > value[0] + lost[fewer]
                 value[0] = np.where(stop, -lost[fewer], value[0])
@@ -134,7 +135,7 @@ class _Walk:
 
 
 def _cheapest_from(costs: Array) -> NDArray[np.intp]:
-    """Returns for each number of drafts [prices, n] the number of rows, that or more, that costs least."""
+    """Returns for each number of drafts [prices, n] the cheapest number, at least that, to verify with padding."""
     rows = np.empty(costs.shape, np.intp)
     rows[:, -1] = costs.shape[1] - 1
     for n in range(costs.shape[1] - 2, -1, -1):
@@ -149,10 +150,10 @@ MAX_WATTS = 10_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePower:
-    """Mean watts, idle power included: while drafting, in a verify of several rows, and in a forward of one row (None: as a verify).
+    """Mean watts, including idle power: while drafting, in a verify of several rows, and in a forward of one row (None: as a verify).
 
-    `by_rows` has the watts of forwards of these numbers of rows, where they were measured: more rows keep more of a processor busy.
-    All are from one meter and scope. Raises ConfigError for a value that cannot be a power.
+    `by_rows` has measured watts of forwards by their number of rows, since more rows keep more of a processor busy. All figures come from
+    the same meter and scope. Raises ConfigError for a value that cannot be a power.
     """
 
     draft: float
@@ -170,7 +171,7 @@ class PhasePower:
                 raise ConfigError(f"{watts!r} W in the phase {phase} is no power; give a number above 0 and at most {MAX_WATTS:g}")
 
     def forward(self, rows: int) -> float:
-        """Watts of a target forward of `rows` rows; linear between the numbers that were measured, and constant beyond them."""
+        """Watts of a target forward of `rows` rows; interpolated between the measured numbers of rows, constant beyond them."""
         if self.by_rows:
             measured = sorted(self.by_rows)
             return float(np.interp(rows, measured, [self.by_rows[number] for number in measured]))
@@ -184,16 +185,16 @@ class PowerSource(Protocol):
     """A meter that measures the phases of an opened pair."""
 
     def phases(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, key: str) -> PhasePower:
-        """Returns the watts of each phase, measured or cached under `key`; empties the KV cache. `token` fills texts.
+        """Returns the watts of each phase, measured or cached under `key`. Empties the KV cache. Test texts consist of `token`.
 
-        Raises RequestError where the meter has no figure.
+        Raises RequestError if the meter gives no figure.
         """
 
 
 def read_phase_power(path: Path) -> PhasePower:
-    """Reads {"draft": W, "verify": W, "plain": W}, or what `edge-bench report LOG --json` writes of calibration loops. ConfigError.
+    """Reads {"draft": W, "verify": W, "plain": W}, or the output of `edge-bench report LOG --json` for calibration loops.
 
-    "by_rows": {"1": W, "4": W, ...} may give the watts of forwards by their numbers of rows.
+    "by_rows": {"1": W, "4": W, ...} may add the watts of forwards by number of rows. Raises ConfigError if the file cannot be used.
     """
     try:
         data = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
@@ -213,92 +214,96 @@ def read_phase_power(path: Path) -> PhasePower:
 
 
 class EnergyCosts:
-    """Costs in joules: the seconds of other costs × the power of the phase. Implements `cost_model.Costs`."""
+    """Costs in joules: the costs in `seconds` times the power of the phase. Implements `cost_model.Costs`."""
 
     def __init__(self, seconds: Costs, power: PhasePower, *, slowdown: float | None = None) -> None:
-        """`slowdown`: the most time per token that fewer joules may cost, for `TimeBound`; None: any."""
+        """`slowdown`: how much longer a token may take to save joules, as a share of the fastest, for `TimeBound`; None: any."""
         self.seconds, self._power, self.slowdown = seconds, power, slowdown
-        # What a joule counts, and the price of time in watts; without the first, time alone counts.
+        # The weight of a joule, and the price of time in watts. If the weight is 0, time alone counts.
         self.weights = 1.0, 0.0
 
     @property
     def is_provisional(self) -> bool:
-        """Whether the seconds are."""
+        """Whether the costs in seconds are provisional."""
         return self.seconds.is_provisional
 
     def verify(self, rows: int) -> float:
-        """Joules of one target forward of `rows` rows at the current length, with the price of its time."""
+        """Joules of one target forward of `rows` rows at the current length, plus the price of its time."""
         return self.seconds.verify(rows) * self._priced(self._power.forward(rows))
 
     def share(self, rows: int, requests: int) -> float:
-        """Joules of a request's part of a verify that `requests` requests share, with the price of its time."""
+        """Joules of a request's `rows` rows in a verify that `requests` requests share, plus the price of their time."""
         return self.seconds.share(rows, requests) * self._priced(self._power.forward(rows * requests))
 
     def draft(self, steps: int, requests: int = 1) -> float:
-        """Joules of drafting `steps` tokens, for one of `requests` requests that draft together, with the price of its time."""
+        """Joules of drafting `steps` tokens, for one of `requests` requests that draft together, plus the price of the time."""
         return self.seconds.draft(steps, requests) * self._priced(self._power.draft)
 
     def _priced(self, watts: float) -> float:
         return self.weights[0] * watts + self.weights[1]
 
     def table(self, rows: int, drafts: int, requests: int) -> tuple[RoundCosts, RoundCosts]:
-        """Seconds and joules, without a price, of verifying up to `rows` - 1 drafts and of up to `drafts` drafts, a request's share."""
+        """Returns a request's seconds and joules, without the price of time, for up to `rows` - 1 verified drafts and `drafts` drafts."""
         verify = np.array([self.seconds.share(n, requests) for n in range(1, rows + 1)])
         draft = np.array([self.seconds.draft(n, requests) for n in range(drafts + 1)])
         watts = [self._power.forward(n * requests) for n in range(1, rows + 1)]
         return RoundCosts(verify, draft), RoundCosts(verify * watts, draft * self._power.draft)
 
     def rows_to_time(self, limit: int) -> Sequence[int]:
-        """Returns the numbers of rows whose seconds too few rounds timed, the fewest first."""
+        """Returns the numbers of rows that have too few timings, those with the fewest first."""
         return self.seconds.rows_to_time(limit)
 
     def learn(self, timing: Timing) -> None:
-        """Passes a timing to the costs in seconds: the time of a phase changes from round to round, its power hardly."""
+        """Passes a timing to the costs in seconds. The time of a phase changes from round to round; its power hardly does."""
         self.seconds.learn(timing)
 
 
 _EXAMPLE = '{"draft": 3.1, "verify": 5.2, "plain": 4.4}'
 
 
-# The fewest joules among what takes at most so much longer than the fastest drafts: a price of time that a balance of time moves.
+# The bound on time: the fewest joules per token, while a token takes at most a given share longer than with the fastest drafts. Joules are
+# minimized at a price of time, and a balance of saved time moves that price.
 
-# Prices of time that the trade is computed for, as multiples of the watts of a forward; a higher one than the last is time alone.
+# Prices of time that the trade is computed for, as multiples of the watts of a forward. Above the last one, time alone counts.
 PRICES = np.concatenate(([0.0], np.geomspace(0.05, 20.0, 11)))
-# The trade is computed again after so many forecasts, and after each of the first ones, from which most is learned.
+# The trade is computed again after every RENEWALS forecasts, but after each of the first EARLY ones, which teach most.
 RENEWALS, EARLY = 4, 8
-# Fewer joules by less than this share of those of the fastest are no reason to take longer: the model's errors are as large.
+# A saving below this share of the fastest policy's joules is no reason to take longer, as the model's errors are as large.
 SAVING_FLOOR = 0.01
-# Plain rounds of balance that change the price by a factor e, and the most that count.
+# A balance of this many plain rounds changes the price by a factor of e; and the largest balance that counts.
 BALANCE, BALANCE_LIMIT = 6.0, 6.0
-# A price that differs less is kept.
+# A new price that differs by less than this share is ignored.
 SAME_PRICE = 0.05
-# Part of the bound that is withheld at first, because the fastest is a forecast, and the tokens after which half of its square is left.
-# Where withholding a percent costs more than this many percent of joules, so much less is withheld.
+# The fastest time is a forecast, so at first this share of the bound is withheld. Its square halves after DOUBT_TOKENS tokens. If
+# withholding 1 % of the time costs more than DEAR % of the joules, less is withheld.
 DOUBT, DOUBT_TOKENS, DEAR = 0.1, 100.0, 0.4
-# Weight of a new trade beside those before: forecasts vary.
+# The weight of a new trade in a moving average, because forecasts vary.
 SMOOTH = 0.25
-# What drafts bring less or more than the trade expects of them is taken for true of the fastest as far as this, after so many tokens, and
-# by this part: some of it comes from changes of the price, which the fastest does not make.
+# Correction of the trade by what drafts really bring, as a ratio to what it expects of them: the range of the ratio; the tokens by which it
+# is pulled to 1; and the part of it that is believed, since some of it comes from changes of the price, which the fastest policy never
+# makes.
 CLIP, BELIEVED, BELIEF = (0.9, 1.2), 10.0, 0.5
-# Share of a plain round that `Profit` spends on shadow drafts for each token where plain decoding is the fastest.
+# If plain decoding is fastest, `Profit` spends this share of a plain round per token on shadow drafts.
 PROBE_SHARE = 0.01
-# Share that is left after another round: of the sums that a round's worth comes from, and of those that the bound is kept by.
+# After each round the sums are multiplied by this: those that give the reference rate, and those of the balance of time.
 DECAY, BUDGET_DECAY = 0.98, 0.9995
-# Plain rounds that the prediction counts as before the first.
+# The prediction before the first round counts as this many plain rounds.
 PREDICTED_ROUNDS = 5.0
 
 
 class TimeBound:
     """Chooses the price of time before each round.
 
-    At the slope of the edge of the trade's convex hull that the bound crosses, both ends of the edge are worth the same, and a mix of them
-    takes the fewest joules that any mix within the bound does. The balance is the time by which the rounds so far are below the bound; the
-    more there is, the lower is the next round's price, so the rounds mix themselves. What the fastest would have taken for the tokens so
-    far is booked by the first forecast that learned from their rounds, so that both met the same text.
+    The optimum within the bound is a mix of two policies: the ends of the edge of the trade's convex hull that the bound crosses. At a
+    price equal to the slope of that edge, both are worth the same. The balance is the time by which all rounds so far are below the bound.
+    The larger it is, the lower is the price of the next round; so rounds of both policies alternate in the right proportion.
+
+    The balance needs the time that the fastest policy would have taken for the same tokens. It is computed with the first forecast that has
+    learned from their rounds, so that both times are about the same text.
     """
 
     def __init__(self, costs: EnergyCosts, slowdown: float) -> None:
-        """`slowdown`: the most time per token that fewer joules may cost, as a share of what the fastest drafts take."""
+        """`slowdown`: how much longer a token may take to save joules, as a share of the fastest drafts' time."""
         self._costs, self._slowdown = costs, slowdown
         self._frontier: Frontier | None = None
         self._trade: Trade
@@ -306,17 +311,18 @@ class TimeBound:
         self._until_renewal = self._renewals = self._requests = 0
         self._fastest = 0.0  # seconds per token, by the newest forecast
         self._price = -1.0
-        # Of the newest rounds: tokens, joules and seconds. Of more: tokens and seconds; of those that drafted, the tokens that the trade
-        # expects for their cost, and those that their confidences promised.
+        # Decaying sums over rounds. `_sums`, with DECAY: tokens, joules, seconds. With BUDGET_DECAY: `_spent`, tokens and seconds; and
+        # `_drafted`, for rounds with drafts the tokens that the trade expects at their cost, and the tokens that their confidences
+        # promised.
         self._sums, self._spent, self._drafted = np.zeros(3), np.zeros(2), np.zeros(2)
-        # Seconds that forecasts of the fastest gave for the tokens so far, and the tokens that wait for one.
+        # The seconds that the fastest policy would have taken for the tokens so far, and the tokens that are not in it yet.
         self._booked = self._unbooked = 0.0
 
     def renew(self, known: Forecast, *, rows: int, drafts: int, requests: int, stepwise: bool) -> None:
-        """Takes in what costs now, and computes the trade again, now and then; `rows` and `drafts` are the most of a round."""
+        """Reads the current costs and, now and then, computes the trade again. `rows` and `drafts` are the most of a round."""
         before = self._plain_seconds if self._frontier is not None else None
         self._seconds, self._joules = self._costs.table(rows, drafts, requests)
-        if before is not None:  # earlier rounds at what a plain one is known to cost now
+        if before is not None:  # scales the costs of earlier rounds to what a plain one is known to cost now
             self._sums[1:] *= self._plain_seconds / before
         self._until_renewal -= 1
         if self._until_renewal > 0 and requests == self._requests:
@@ -332,20 +338,20 @@ class TimeBound:
             self._booked, self._unbooked = self._booked + self._unbooked * self._fastest, 0.0
         share = max(SMOOTH, 1 / self._renewals) if requests == self._requests else 1.0
         self._trade = trade if share == 1 else Trade(*(old + share * (new - old) for old, new in zip(self._trade, trade, strict=True)))
-        # By the costs of each trade's own time: as they drift, averaged seconds of plain decoding are no longer those of a forward.
+        # Averaged as differences from the plain seconds at the time of each trade, because these drift.
         beyond_plain = trade.seconds - self._seconds.verify[0]
         self._beyond_plain = beyond_plain if share == 1 else self._beyond_plain + share * (beyond_plain - self._beyond_plain)
         self._aim(self._corrected())
-        if requests != self._requests:  # what the rounds before took was another work
+        if requests != self._requests:  # earlier rounds, with another number of requests, cannot be compared
             self._requests = requests
-            # As `Profit` predicts without a bound: by the best fixed length.
+            # Starts from the best fixed length, as `Profit` does without a bound.
             fixed = self._frontier.trade(known, self._seconds, self._joules, stepwise=False)
             tokens = PREDICTED_ROUNDS * self._plain_seconds / float(fixed.seconds[-1])
             self._sums = tokens * np.array([1.0, fixed.joules[-1], fixed.seconds[-1]])
             self._spent, self._booked, self._unbooked = np.zeros(2), 0.0, 0.0
 
     def _aim(self, trade: Trade) -> None:
-        """Sets the seconds per token to aim at, as a share of the fastest's, and the slope of the trade there."""
+        """Sets the time per token to aim at (`_limit` in seconds, `_allowed` relative to the fastest) and the slope of the trade there."""
         bound = (1 + self._slowdown) * float(trade.seconds[-1])
         doubt = DOUBT / math.sqrt(1 + float(self._spent[0]) / DOUBT_TOKENS)
         lost = _mix(trade, (1 - doubt) * bound)[0] / _mix(trade, bound)[0] - 1
@@ -353,18 +359,19 @@ class TimeBound:
         self._limit = self._allowed * float(trade.seconds[-1])
         _, self._slope = _mix(trade, self._limit)
         if self.is_plain_fastest and trade.joules.min() >= (1 - SAVING_FLOOR) * trade.joules[-1]:
-            # Plain decoding is the cheapest too: what remains to choose is how often to ask whether drafts pay. The dearer unit tells.
+            # Plain decoding also takes the fewest joules, so only the frequency of probes is left to choose. The unit in which a probe is
+            # more expensive decides it.
             by_seconds, by_joules = self._draft_shares
             self._slope = 0.0 if by_joules > by_seconds else math.inf
 
     def _corrected(self) -> Trade:
-        """The trade with what drafts were seen to take: the model's optimism is that of all drafts, while plain decoding is known."""
+        """Returns the trade, corrected by what drafts were seen to take. Plain decoding is known, so only policies with drafts change."""
         expected, promised = BELIEVED + self._drafted
         drafts = np.abs(self._beyond_plain) > 1e-4 * self._seconds.verify[0]
         self._optimism = 1 + BELIEF * (min(max(expected / promised, CLIP[0]), CLIP[1]) - 1)
         scale = np.where(drafts, self._optimism, 1.0)
         seconds = self._trade.seconds * scale
-        # The time of plain decoding is known, and it is what the fastest takes at most.
+        # The time of plain decoding is known, and the fastest policy cannot be slower.
         plain = (1 + PROBE_SHARE) * self._plain_seconds
         seconds[-1] = plain if self.is_plain_fastest else min(seconds[-1], max(plain, float(self._trade.seconds[-1])))
         return Trade(seconds, self._trade.joules * scale, self._trade.rates)
@@ -379,7 +386,7 @@ class TimeBound:
         price = self._slope * math.exp(min(-rounds / BALANCE, 50.0))
         if rounds < 0:
             price = max(price, float(PRICES[1]) * self._watts * math.exp(min(-rounds / BALANCE, 50.0)))
-        if price > max(float(PRICES[-1]) * self._watts, 2 * self._slope):  # a slope may be steeper than any price
+        if price > max(float(PRICES[-1]) * self._watts, 2 * self._slope):  # the slope may be above the last price
             price = math.inf
         if price == self._price or abs(price - self._price) <= SAME_PRICE * min(price, self._price):
             return False
@@ -389,12 +396,12 @@ class TimeBound:
 
     @property
     def rate(self) -> float:
-        """Tokens per unit of cost of the newest rounds, at the price that was set."""
+        """Tokens per unit of cost of the newest rounds, at the current price."""
         return float(self._sums[0]) / self._cost(float(self._sums[1]), float(self._sums[2]))
 
     @property
     def is_time_alone(self) -> bool:
-        """Whether the next round's time alone counts. As long as it does, rounds are those of the objective time."""
+        """Whether time alone counts in the next round. Then rounds are the same as with the objective "time"."""
         return math.isinf(self._price)
 
     @property
@@ -404,23 +411,24 @@ class TimeBound:
 
     @property
     def _plain_seconds(self) -> float:
-        """Of plain decoding, which may pad."""
+        """The seconds of plain decoding, which may pad its one row if a larger batch is cheaper."""
         return float(self._seconds.verify.min())
 
     @property
     def probe_cost(self) -> float:
-        """Of drafting one token, in forwards of one row: by seconds or joules, whichever is more."""
+        """The cost of drafting one token, relative to a forward of one row, in seconds or joules, whichever is more."""
         return max(self._draft_shares)
 
     @property
     def _draft_shares(self) -> tuple[float, float]:
-        """What drafting one token takes of a forward of one row, in seconds and in joules."""
+        """The cost of drafting one token, relative to a forward of one row, in seconds and in joules."""
         return float(self._seconds.draft[1] / self._seconds.verify[0]), float(self._joules.draft[1] / self._joules.verify[0])
 
     def spend(self, tokens: float, drafted: int, row: int, promised: float, *, shadow: bool) -> None:
-        """Takes in a round: the tokens it brought, its drafts, its rows beside the first, and what drafts promised, 0 of other rounds.
+        """Counts a round: its emitted tokens, the number of drafted ones, and its rows other than the first one.
 
-        A `shadow` draft is no part of what plain rounds are worth, but it is spent.
+        `promised` is the expected number of tokens of a round that drafts, 0 for other rounds. A `shadow` draft counts in the balance of
+        time, but not in the rate, where it would make plain rounds seem worse.
         """
         seconds = float(self._seconds.draft[drafted] + self._seconds.verify[row])
         joules = float(self._joules.draft[drafted] + self._joules.verify[row])
@@ -439,14 +447,14 @@ class TimeBound:
 
 
 def _mix(trade: Trade, limit: float) -> tuple[float, float]:
-    """Returns the joules per token of the mix that takes the fewest in at most `limit` seconds, and the price in watts that makes it one.
+    """Returns the fewest joules per token of a mix of policies that takes at most `limit` seconds, and the price in watts that leads to it.
 
-    At that price both of its ends cost the same. It is 0 where the least joules are fast enough, and infinite where time alone takes hardly
-    more joules, or too many seconds.
+    At that price both policies of the mix cost the same. It is 0 if the policy with the fewest joules is fast enough. It is infinite, for
+    time alone, if the mix saves hardly any joules, or if no policy is fast enough.
     """
     seconds, joules = trade.seconds, trade.joules
     fast, slow = np.flatnonzero(seconds <= limit), np.flatnonzero(seconds > limit)
-    if not len(fast):  # less than is withheld may be spent
+    if not len(fast):  # the part of the bound that is withheld may be more than the slowdown
         return float(joules[-1]), math.inf
     best, slope = float(joules[fast].min()), 0.0
     if len(slow):

@@ -1,4 +1,4 @@
-"""Draft-length policies: how many tokens to draft in each round, and when rejected drafts make it fewer or none."""
+"""Draft-length policies: how many tokens to draft in each round; and the safety net, which limits drafts when many are rejected."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
 
 
 def is_model(kind: DrafterKind | None) -> bool:
-    """Whether a drafter of this kind is a model; None stands for the one that the backend takes."""
+    """Whether a drafter of this kind is a model. None stands for the backend's own choice, which is one."""
     return kind not in ("lookup", "none")
 
 
-# Rejection ratio of the newest drafts, and what it triggers: warnings, and the safety net.
+# The rejection ratio of the newest drafts triggers warnings and the safety net.
 #
-# The net shortens or stops drafts where most are rejected, whatever the policy plans. A rejected draft costs a draft step and a verified
-# row. Whether drafting still pays depends on the machine, so its limit is generous.
+# The net shortens or stops drafts when most are rejected, whatever the policy plans. A rejected draft costs a draft step and a verified
+# row. Whether drafting pays at some ratio depends on the machine, so the limit of the net is generous.
 
 WINDOW_TOKENS = 50
 WARN_ABOVE = (0.2, 0.3)
-# A ratio that hovers around a threshold is reported once: it must fall this far below before it is reported again.
+# The ratio must fall this far below a threshold before it is reported again, so that one that hovers around it is reported once.
 REARM = 0.05
 
 EventKind = Literal["rejection", "shortened", "stopped", "resumed"]
@@ -66,9 +66,9 @@ class Event:
 
 
 class AcceptanceWindow:
-    """Rejected / drafted over the last `size` drafted tokens, one by one, across rounds.
+    """Rejected / drafted over the last `size` drafted tokens, counted token by token across rounds.
 
-    Each threshold of `warn_above` is reported once when a full window exceeds it, and again only after the ratio fell well below it.
+    Each threshold of `warn_above` is reported once when a full window exceeds it, and again only after the ratio has fallen well below it.
     """
 
     def __init__(self, size: int = WINDOW_TOKENS, warn_above: Sequence[float] = ()) -> None:
@@ -81,7 +81,7 @@ class AcceptanceWindow:
         self._armed = dict.fromkeys(sorted(warn_above), True)
 
     def add(self, drafted: int, accepted: int) -> Event | None:
-        """Counts one round, whose first `accepted` drafts were accepted; returns the warning of the highest threshold now exceeded."""
+        """Counts a round, whose first `accepted` drafts were accepted. Returns a warning of the highest newly exceeded threshold."""
         self._rejected.extend((False,) * accepted + (True,) * (drafted - accepted))
         rejection = self.rejection if drafted and self.full else None
         if rejection is None:
@@ -115,16 +115,18 @@ class AcceptanceWindow:
 
 
 LIMIT = 0.5
-# While stopped: plain rounds before the first probe, doubled after each that fails, and drafted tokens in a probe, one per round.
+# While drafting is stopped: plain rounds before the first probe, which double after each failed one, up to a limit; and drafted tokens in a
+# probe, one per round.
 FIRST_WAIT, LONGEST_WAIT = 32, 512
 PROBE_TOKENS = 4
 
 
 class SafetyNet:
-    """The longest draft allowed now, for all requests of a session.
+    """Limits the length of drafts: `longest` is the longest draft allowed now, for all requests of a session.
 
-    If a full window has a rejection ratio above `limit`, the longest draft becomes half of the longest one drafted, or 0 if that was 1. At
-    half the limit or below it grows by one. Each change starts a new window. At 0, probes of PROBE_TOKENS single drafts follow.
+    If the rejection ratio of a full window is above `limit`, `longest` becomes half the length of the longest draft in the window, or 0 if
+    that was 1. If the ratio is at most half of `limit`, it grows by one. Each change starts a new window. While it is 0, probes of
+    PROBE_TOKENS drafts, one per round, find out when to resume.
     """
 
     def __init__(self, *, window: int = WINDOW_TOKENS, limit: float = LIMIT) -> None:
@@ -184,7 +186,7 @@ class SafetyNet:
 
 
 class LimitedPolicy:
-    """A policy whose drafts a safety net limits. Implements `policies.DraftLengthPolicy`; `on_event` receives the events of the net."""
+    """A policy whose drafts a safety net limits. Implements `DraftLengthPolicy`; `on_event` receives the events of the net."""
 
     def __init__(self, policy: DraftLengthPolicy, net: SafetyNet, on_event: Callable[[Event], None] = lambda _: None) -> None:
         self._policy = policy
@@ -210,9 +212,9 @@ WINDOW_ROUNDS = 10
 
 
 class Timing(NamedTuple):
-    """Durations of a round: `steps` drafted tokens, and a verify of `rows` rows after `length` tokens.
+    """The durations of a round: of drafting `steps` tokens, and of verifying `rows` rows after a text of `length` tokens.
 
-    Where several requests share the forwards, all three counts are sums over them.
+    Where several requests share the forwards, `length`, `steps` and `rows` are sums over them.
     """
 
     length: int
@@ -224,7 +226,7 @@ class Timing(NamedTuple):
 
 
 def verify_all(drafted: int) -> tuple[int, int]:
-    """The default of `RoundPlan.to_verify`: every draft, no padding."""
+    """The default of `RoundPlan.to_verify`: verifies all drafts, without padding."""
     return drafted, 0
 
 
@@ -233,12 +235,12 @@ class RoundPlan(NamedTuple):
 
     - `draft_length`: the most tokens to draft; 0 is plain decoding.
     - `shadow`: do not verify the draft; only compare it with the token that plain decoding emits.
-    - `should_continue`: called by the drafter after each draft; None: never stop early.
-    - `offered`: how many tokens of the offered proposal to verify instead of a draft; then `draft_length` is 0.
+    - `should_continue`: called by the drafter after each drafted token; None: never stop early.
+    - `offered`: how many of the offered tokens (see `WeighingPolicy`) to verify instead of a draft; then `draft_length` is 0.
     - `extend`: called after drafting with the number of drafts and the probabilities of tokens that could follow them; returns how many
-      of these to verify as well. None: none.
-    - `to_verify`: called once after both with the number of drafts, 0 for a shadow draft. Returns how many of them to verify, from the
-      first on, and how many padding rows to add, because a larger batch can be the cheaper one.
+      of these tokens to verify as well. None: none of them.
+    - `to_verify`: called once after these with the number of drafts, 0 for a shadow draft. Returns how many of them to verify, from the
+      first on, and how many padding rows to add, because a larger batch can be cheaper.
     """
 
     draft_length: int
@@ -250,10 +252,10 @@ class RoundPlan(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """What came of a round: `accepted` of `verified` drafts.
+    """The outcome of a round: the first `accepted` of `verified` drafts were accepted.
 
-    `left_out_right` is whether the first draft that was not verified, such as a shadow draft, is the target's own next token; None where
-    that is not known. `timing` is None where another request that shares the round reports it.
+    `left_out_right`: whether the first draft that was not verified, such as a shadow draft, equals the target's own next token; None if
+    that is unknown. `timing` is None if another request that shares the round reports it.
     """
 
     verified: int
@@ -268,8 +270,8 @@ class DraftLengthPolicy(Protocol):
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
         """Returns what to do in the next round.
 
-        `requests` is how many requests share the forwards of the round, this one included. Without `any_prefix`, `RoundPlan.to_verify`
-        must return all drafts: the acceptance rule forbids choosing among them.
+        `requests` is how many requests share the forwards of the round, including this one. Without `any_prefix`, `RoundPlan.to_verify`
+        must return all drafts, because the acceptance rule does not allow to leave some out.
         """
 
     def observe(self, result: RoundResult) -> None:
@@ -278,14 +280,14 @@ class DraftLengthPolicy(Protocol):
 
 @runtime_checkable
 class WeighingPolicy(DraftLengthPolicy, Protocol):
-    """A policy that can verify tokens of other sources than the drafter (see `drafting.sources`)."""
+    """A policy that can also choose to verify tokens that do not come from the drafter (see `drafting.sources`)."""
 
     def offer(self, chances: Sequence[float]) -> None:
-        """Offers tokens with these probabilities, each given those before it, to the next plan; none if it is not called."""
+        """Offers tokens to the next plan. `chances` are their acceptance probabilities, each given that those before are accepted."""
 
 
 class CountingPolicy(ABC):
-    """Base of the policies that choose a length from acceptance counts alone."""
+    """Base class of the policies that choose a length by acceptance counts alone."""
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:  # noqa: ARG002
         """Drafts `draft_length()` tokens and verifies all of them."""
@@ -302,7 +304,7 @@ class CountingPolicy(ABC):
 
 @dataclass(frozen=True)
 class Fixed(CountingPolicy):
-    """The same draft length every round. `Fixed(0)` is plain decoding by the same loop."""
+    """The same draft length in every round. `Fixed(0)` is plain decoding in the same loop."""
 
     length: int
 
@@ -331,7 +333,7 @@ class RecentAcceptance:
 
     @property
     def rate(self) -> float | None:
-        """None before anything was drafted."""
+        """The ratio; None before anything was drafted."""
         drafted = sum(d for d, _ in self._rounds)
         return sum(a for _, a in self._rounds) / drafted if drafted else None
 
@@ -340,7 +342,7 @@ class RecentAcceptance:
 class PolicyOptions:
     """The first draft length and the range of later ones; `threshold` and `penalty` of `Rolling`; `window` in rounds.
 
-    Raises RequestError for one that is out of range.
+    Raises RequestError if a value is out of range.
     """
 
     first: int = 1
@@ -360,14 +362,15 @@ class PolicyOptions:
 
 
 class Rolling(CountingPolicy):
-    """Adds one token after a round if the acceptance of the last `window` rounds is above `threshold`; takes off `penalty` if it is below.
+    """Adds a token to the length after a round if the acceptance of the last `window` rounds is above `threshold`; subtracts `penalty` if
+    it is below.
 
-    The length stays within [shortest, longest]. A `penalty` may be a fraction; the length is rounded down. The length never reaches 0: a
-    policy that drafts nothing would never learn that drafts are accepted again.
+    The length stays within [shortest, longest]. `penalty` may be a fraction; the length is then rounded down. The length never reaches 0,
+    because a policy that drafts nothing would never learn that drafts are accepted again.
     """
 
     def __init__(self, options: PolicyOptions) -> None:
-        """Raises RequestError for a first length outside the range; 0 is taken for 1."""
+        """A first length of 0 counts as 1. Raises RequestError if the first length is outside the range."""
         self._options, first = options, max(options.first, 1)
         if not options.shortest <= first <= options.longest:
             raise RequestError(f"the first draft length {first} is outside {options.shortest}..{options.longest}; choose one inside")
@@ -379,7 +382,7 @@ class Rolling(CountingPolicy):
         return int(self._length)
 
     def observe(self, result: RoundResult) -> None:
-        """Adjusts the length; keeps it at exactly the threshold and after a round without drafts."""
+        """Adjusts the length. After a round without drafts, or at exactly the threshold, it does not change."""
         self._recent.add(result.verified, result.accepted)
         rate, options = self._recent.rate, self._options
         if not result.verified or rate is None or rate == options.threshold:
@@ -389,7 +392,7 @@ class Rolling(CountingPolicy):
 
 
 class Stepped(CountingPolicy):
-    """6 tokens where the acceptance of the last `window` rounds is above 0.9, 4 above 0.7, else 2; 2 before the first draft.
+    """6 tokens if the acceptance of the last `window` rounds is above 0.9, 4 if above 0.7, else 2; 2 before the first draft.
 
     The length is clamped to [shortest, longest].
     """
@@ -409,9 +412,9 @@ class Stepped(CountingPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyKind:
-    """What can be said of a policy by its name. `new` makes one for a request, from counts alone.
+    """Facts about a policy. `new` creates one for a request.
 
-    One that `needs_costs` weighs drafts by what they cost on this machine (`profit_policy`); without costs it is what `new` makes.
+    A policy that `needs_costs` weighs drafts by their costs on this machine (`profit_policy`); `new` creates its fallback without costs.
     """
 
     new: Callable[[PolicyOptions], DraftLengthPolicy]
@@ -430,7 +433,7 @@ DEFAULT_POLICY = POLICIES[0]
 
 
 def policy_kind(name: str) -> PolicyKind:
-    """Returns what is known of the policy `name`. Raises RequestError if there is none."""
+    """Returns the facts about the policy `name`. Raises RequestError if there is no such policy."""
     if name not in _KINDS:
         raise RequestError(f"policy {name!r} is not known; choose one of {', '.join(POLICIES)}")
     return _KINDS[name]

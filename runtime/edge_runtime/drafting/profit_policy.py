@@ -1,4 +1,7 @@
-"""Draft length by measured profit: draft and verify a token where its gain exceeds its cost here; and when to ask again nevertheless."""
+"""Draft length by measured profit: a token is drafted and verified if its expected gain exceeds its cost on this machine.
+
+Where no draft seems to pay, the policy sometimes drafts anyway to find out if that is still true.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +20,37 @@ from edge_runtime.drafting.energy_objective import TimeBound
 from edge_runtime.drafting.policies import RoundPlan, RoundResult
 from edge_runtime.interfaces import ShouldContinue, StopNumbers
 
-# When a policy drafts although no draft seems to pay: an unlucky start, or wrongly computed costs, must not end drafting for good.
+# Questions: rounds that draft a few tokens although no draft seems to pay. Without them, an unlucky start or wrongly computed costs would
+# end drafting for good.
 
-# Rounds without a draft before the policy asks: at first, and the most after they were doubled again and again.
+# Rounds without a draft before the first question, and the longest wait after repeated doubling.
 FIRST_WAIT, LONGEST_WAIT = 4, 32
-# What a question may cost of a plain round; what costs more waits until it is the second share of the rounds before it.
+# A question may cost this share of a plain round. A more expensive one waits until it costs DEAR_SHARE of the rounds since the last draft.
 ASK_SHARE, DEAR_SHARE = 0.35, 0.01
-# The most tokens that are drafted to ask, and how many are where nothing was measured yet, whatever was computed.
+# The most tokens of a question; and how many the first rounds draft if nothing was measured yet, whatever the computed costs are.
 ASK_LENGTH, START_LENGTH = 3, 2
 
 
 class AskSchedule:
-    """Counts the rounds without drafts: asks after 4, 8, 16 and then always 32 of them, and at once where a question brought tokens."""
+    """Decides when to ask: after 4, 8, 16, then always 32 rounds without drafts, and at once after a question with an accepted token."""
 
     def __init__(self) -> None:
         self._quiet, self._wait = 0, FIRST_WAIT
 
     def is_due(self, cost: float, *, is_dear: bool) -> bool:
-        """Whether to ask now, where that costs so many plain rounds; what `is_dear` waits until it is a small share of the rounds."""
+        """Whether to ask now. `cost` is in plain rounds; an expensive question (`is_dear`) waits for more rounds (DEAR_SHARE)."""
         return self._quiet >= self._wait and (not is_dear or self._quiet * DEAR_SHARE >= cost)
 
     def begin_request(self) -> None:
-        """Another text begins, of which the last one says little."""
+        """Shortens the wait, because a new text begins, about which the previous one says little."""
         self._wait = min(self._wait, FIRST_WAIT)
 
     def count_plain(self) -> None:
-        """Counts a round without a draft of the drafter."""
+        """Counts a round without drafts of the drafter."""
         self._quiet += 1
 
     def count_draft(self) -> None:
-        """Counts a round that drafted because that pays."""
+        """Counts a round that drafted because drafting pays."""
         self._quiet, self._wait = 0, FIRST_WAIT
 
     def count_question(self, accepted: int) -> None:
@@ -54,40 +58,41 @@ class AskSchedule:
         self._quiet, self._wait = 0, 0 if accepted else min(max(2 * self._wait, FIRST_WAIT), LONGEST_WAIT)
 
 
-# Draft length by measured profit: draft and verify a token where its expected gain exceeds its cost on this machine.
+# The policy.
 #
 # A round is a renewal: it emits 1 + (accepted drafts) tokens and costs its draft steps and one verify. At a reference rate r, a round is
-# worth E[tokens] - r E[cost], and whatever adds to that pays (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r is the
-# rate of the newest rounds, but at least that of plain decoding. Before each draft step the policy computes, for each confidence bin that
-# the next draft may fall into, the best of stopping there and of any further length. After the last step, the most valuable prefix is
-# verified.
+# worth E[tokens] - r E[cost], and a step pays if it increases that (Ross, Applied Probability Models, renewal reward; Dinkelbach 1967). r
+# is the rate of the newest rounds, but at least that of plain decoding. Before each draft step, the policy computes for each confidence bin
+# of the next draft the larger of two worths: of stopping there, and of the best longer draft. After the last step, the most valuable prefix
+# of the draft is verified.
 #
-# Where several requests share their forwards, each counts its part of a plain verify, and what each row of its drafts adds to a round.
+# Where several requests share their forwards, a request's cost is its share of a plain verify, and what the rows of its drafts add to it.
 
-# Share of the sums over earlier rounds that is left after another round: a window of 50 rounds.
+# The sums over earlier rounds are multiplied by this after each round: a window of 50 rounds.
 RATE_DECAY = 0.98
 # Before the first round, the predicted rate of the best fixed length counts as this many plain rounds.
 PREDICTED_ROUNDS = 5.0
-# Share of the cost of all rounds that trials may lose: rounds of another length, whose costs no round has told yet.
+# Trials are rounds with a number of rows that has too few timings. They may lose this share of the cost of all rounds.
 TRIAL_SHARE = 0.02
-# Of that budget, what a trial may take that would not pay even if its verify took half of what is assumed, or that only adds padding.
+# A doubtful trial may take only this share of the budget: one that would not pay even if its verify took half as long as assumed, or one
+# that only adds padding.
 DOUBTFUL_SHARE = 0.1
-# Rounds between two questions whether a trial is due: the answer needs all timings so far.
+# Rounds between two checks whether a trial is due, because a check takes long.
 TRIAL_INTERVAL = 4
-# While drafts are made to ask alone, older observations of first drafts count as at most this many.
+# While drafts are made only to ask, older observations of first drafts count as at most this many.
 STALE = 6.0
-# Whether a first draft pays is asked at this many times the rate, so that the answer holds while the rate moves a little.
+# Whether a first draft pays is computed at this many times the rate, so that the answer is still valid when the rate changes a little.
 RATE_MARGIN = 1.1
-# Costs and acceptance change slowly; they are recomputed where a request begins, and after so many rounds that drafted. Where no costs were
-# measured, most is learned from the first ones: then they are recomputed after 1, 2, 4, 8 and always 16 of them.
+# Costs and acceptance change slowly. They are computed again when a request begins, and after this many rounds with drafts. The first
+# rounds teach most about provisional costs, so these are computed again after 1, 2, 4, 8 and then always 16 such rounds.
 REFRESH, LONGEST_REFRESH = 8, 16
-# The longest draft of a pair without any figures, until a draft was right.
+# The longest draft of a pair without any measurements, until its first draft is accepted.
 UNTRIED_LENGTH = 3
 EVEN_CHANCE = 0.5
 
 
 def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> float:
-    """Returns the tokens per unit of cost that rounds of the best of these draft lengths are expected to emit."""
+    """Returns the expected tokens per unit of cost of rounds with the best of these draft lengths."""
     known = model.forecast(max(lengths))
     best = 0.0
     for length in lengths:
@@ -99,11 +104,12 @@ def expected_rate(costs: Costs, model: Acceptance, lengths: Sequence[int]) -> fl
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The figures behind the last round. Rates are tokens per unit of cost; `mode` is "plain", "shadow", "draft", "offer" (tokens that
-    no drafter drafted), "trial" (a length whose cost is to be timed) or "ask" (a few drafts to learn whether they pay after all).
+    """The figures behind the last round.
 
-    Of the `drafted` tokens the first `verified` were sent to the target, plus `padding` dummy rows. `expected` is the expected number of
-    emitted tokens when the draft ended; `cost` is the expected cost.
+    `mode` is "plain", "shadow" (see `RoundPlan`), "draft", "offer" (tokens that no drafter drafted), "trial" (a number of rows that needs
+    timings) or "ask" (a few drafts to find out if they pay after all). `verified` of the `drafted` tokens were sent to the target, plus
+    `padding` dummy rows. `expected` is the number of emitted tokens that was expected when the draft ended, `cost` the expected cost. Rates
+    are tokens per unit of cost.
     """
 
     mode: str
@@ -118,7 +124,7 @@ class Decision:
 
 
 class _StepRule:
-    """The policy's rule for the drafts of a round, as `interfaces.StopRule`."""
+    """Lets a drafter ask the policy whether to draft on. Implements `interfaces.StopRule`."""
 
     def __init__(self, policy: Profit) -> None:
         self._policy = policy
@@ -135,10 +141,10 @@ class _StepRule:
 
 
 class Profit:
-    """Implements `policies.DraftLengthPolicy` for the requests of one session; each request profits from the ones before.
+    """The policy for the requests of one session; it learns from all of them. Implements `policies.WeighingPolicy`.
 
-    Where drafting does not seem to pay, it asks now and then: it drafts and verifies a few tokens all the same (`AskSchedule`). Where rows
-    are dear it makes a shadow draft instead: one token is drafted, not verified, and compared with the token that plain decoding emits.
+    Where drafting does not seem to pay, it asks now and then: it drafts and verifies a few tokens anyway (`AskSchedule`). If even one is
+    too expensive to verify, it makes a shadow draft: one drafted token is not verified, but compared with the token of plain decoding.
     """
 
     def __init__(
@@ -151,10 +157,10 @@ class Profit:
         max_rows: int | None = None,
         bound: TimeBound | None = None,
     ) -> None:
-        """`longest` limits a draft, 0 without a drafter; `max_rows` limits what is verified, drafts and other tokens (None: `longest`).
+        """`longest`: the longest draft, 0 without a drafter; `max_rows`: the most tokens to verify, drafts or offered (None: `longest`).
 
-        `stepwise`: the drafter calls `should_continue` after each draft; otherwise `plan` fixes the length. `bound` may change the costs
-        before each round.
+        `stepwise`: the drafter calls `should_continue` after each drafted token; otherwise `plan` fixes the length. `bound` may change the
+        costs before each round.
         """
         self._costs = costs
         self._bound = bound
@@ -162,7 +168,7 @@ class Profit:
         self._longest = longest
         self._max_rows = max(longest, max_rows or 0)
         self._stepwise = stepwise
-        # The cost that trials may lose, and the rows of this round's trial, 0 for none.
+        # The cost that trials may still lose, and the rows of this round's trial, 0 for none.
         self._trial_budget = 0.0
         self._trial_rows = 0
         self._length = 0
@@ -170,28 +176,29 @@ class Profit:
         self._forecast = model.forecast(longest)
         self._until_refresh = 0
         self._is_new = True  # no round was observed yet
-        self._has_news = True  # nor were forecast and costs computed, or rounds with drafts were observed since
-        self._stale = True
-        self._requests = self._priced = 1
-        self._rows = [0] * (self._max_rows + 1)
+        self._has_news = True  # rounds with drafts were observed since forecast and costs were computed
+        self._stale = True  # the reference rate must be updated before the next plan
+        self._requests = self._priced_requests = 1  # of the next round, and those that `_row_costs` are for
+        self._cheapest_rows = [0] * (self._max_rows + 1)  # by number of drafts, how many rows beside the first one cost least
         # Costs of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(self._max_rows + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)
-        # The same as numbers of Python, which a round reads one by one, and by length: expected tokens of a round, and its costs.
+        # The same as Python lists, of which single elements are faster to read; and by draft length, a round's expected tokens and costs.
         self._row_list: list[float] = self._row_costs.tolist()
         self._draft_list: list[float] = self._draft_costs.tolist()
         self._length_tokens, self._length_costs = [1.0], [0.0]
-        # The highest rate at which a first draft step is known to pay, the lowest at which it is known not to, and what they hold for.
+        # The highest rate at which a first draft is known to pay, the lowest at which it is known not to, and the figures they depend on.
         self._pays, self._pays_not, self._paying_at = 0.0, math.inf, (self._row_costs, True)
         self._any_untimed, self._until_trial = True, 0
         self._schedule = AskSchedule()
+        # Whether nothing was measured and no draft accepted yet; and whether costs are provisional and nothing was drafted yet.
         self._is_untried, self._starts = costs.is_provisional and not model.is_measured, costs.is_provisional
         self._refresh, self._longest_refresh = (1, LONGEST_REFRESH) if costs.is_provisional else (REFRESH, REFRESH)
         self._tokens_reached = self._cost_reached = 0.0
         self._rate = self._plain_rate = 0.0
         self._offer: Sequence[float] = ()
         self._tables: tuple[Forecast | None, Chances, tuple[Chances, ...]] = (None, self._row_costs, ())
-        # By position there are no bounds: only a model of confidences can be weighed by the drafter.
+        # A drafter can decide by itself only with a model of confidences; a model of positions has no bounds.
         self._rule: ShouldContinue = _StepRule(self) if len(model.bounds) else self.continues
         self._begin_round(any_prefix=True)
 
@@ -200,16 +207,16 @@ class Profit:
         self._bins: list[int] = []
         self._confidences: list[float] = []
         self._chain = 1.0
-        self._all_added = False  # tokens that no drafter drafted included
-        # Expected tokens of verifying the first n drafts; worth and number of the best prefix.
+        self._all_added = False  # whether all tokens of the round are in `_tokens`
+        # By n, the expected number of emitted tokens if the first n drafts are verified; the worth and the length of the best prefix.
         self._tokens = [1.0]
         self._worth = 1.0 - self._rate * self._row_list[0]
         self._verified = 0
 
     def plan(self, requests: int = 1, *, any_prefix: bool = True) -> RoundPlan:
-        """Plans a draft where drafting pays; otherwise plain decoding, or now and then a draft that asks whether it pays.
+        """Plans a draft if drafting pays; otherwise plain decoding, or now and then a question or a trial.
 
-        Offered tokens are verified instead where that is worth more: they cost no drafting.
+        Offered tokens are verified instead if that is worth more: they need no drafting.
         """
         offer, self._offer = self._offer, ()
         if requests != self._requests:
@@ -234,13 +241,13 @@ class Profit:
         return RoundPlan(length, self._mode == "shadow", rule, self._to_verify, extend=self._extend)
 
     def _question(self) -> tuple[str, int]:
-        """Returns the mode of a round in which no draft seems to pay, and how much it drafts."""
+        """Returns the mode and the draft length of a round in which no draft seems to pay."""
         if not self._longest:
             return "plain", 0
         if self._starts:
             return "ask", min(START_LENGTH, self._longest)
         probe = self._draft_list[1] * self._plain_rate
-        # With a bound on time, rounds with drafts and without are mixed on purpose, and a probe may be a waste of seconds or of joules.
+        # A bound on time mixes rounds with and without drafts on purpose. There a probe must be rare both by seconds and by joules.
         if self._bound is not None and not (self._bound.is_plain_fastest or self._bound.is_time_alone):
             is_due = self._schedule.is_due(max(probe, self._bound.probe_cost), is_dear=True)
             return ("shadow", 1) if is_due else ("plain", 0)
@@ -250,13 +257,13 @@ class Profit:
         return ("ask", length) if length else ("shadow", 1)
 
     def _affordable(self, longest: int, share: float) -> int:
-        """Returns the most tokens that take at most this share of a plain round to draft and verify, up to `longest`."""
+        """Returns how many tokens, up to `longest`, can be drafted and verified for at most this share of a plain round's cost."""
         drafts = self._draft_costs[1 : longest + 1]
         costs = drafts + self._row_costs[1 : len(drafts) + 1] - self._row_costs[0]
         return int((costs <= share * self._row_costs[0]).sum())
 
     def begin_request(self) -> None:
-        """Another text begins: whether drafts pay is asked again soon. What rounds taught is computed now, when no token waits for it."""
+        """Prepares for a new text: questions come sooner again, and what was learned is computed now, while no token waits for it."""
         self._schedule.begin_request()
         if self._has_news:
             self._until_refresh = 0
@@ -268,14 +275,14 @@ class Profit:
         self._offer = chances
 
     def _trial(self) -> int:
-        """Returns the rows of a round that is made to time them, 0 for none; takes what it loses from the budget."""
+        """Returns how many rows the round should verify to time them, 0 for no trial. Takes the expected loss from the budget."""
         if not self._any_untimed or self._until_trial > 0:
             self._until_trial -= 1
             return 0
         self._until_trial = TRIAL_INTERVAL
         untimed = self._costs.rows_to_time(self._max_rows + 1) if self._longest else []
-        self._any_untimed = bool(untimed)  # for good: what was timed often enough stays so
-        # At the rate that rounds reach, they are worth nothing on average, and a plain one less.
+        self._any_untimed = bool(untimed)  # once False it stays so, because timings are never removed
+        # Worths are relative to a plain round here. A round at the reference rate is worth 0, which is this much more than a plain one.
         best = max(*self._worth_of_lengths(), self._rate * self._row_list[0] - 1)
         for rows in untimed:
             drafts = min(rows - 1, self._longest)
@@ -289,10 +296,10 @@ class Profit:
         return 0
 
     def _offered(self, offer: Sequence[float]) -> int:
-        """Returns how many offered tokens to verify, 0 where a draft or plain decoding is worth more; keeps them as the round's tokens."""
+        """Returns how many offered tokens to verify, and keeps them as the round's tokens; 0 if a draft or plain decoding is worth more."""
         at_most = self._worth + sum(accumulate(offer, operator.mul)) - self._rate * (self._row_list[1] - self._row_list[0])
         if self._length and at_most <= self._worth + max(self._worth_of_lengths()):
-            return 0  # without a close look: a draft of a fixed length is worth more already
+            return 0  # a shortcut: even a draft of a fixed length is worth more
         drafting = self._worth_of_drafting()
         for chance in offer[: self._max_rows]:
             self._add(chance, may_leave_out=True)
@@ -305,23 +312,23 @@ class Profit:
         if not self._length:
             return self._worth
         if self._stepwise:
-            return self._worth + self._gain_of_the_first(self._rate)
+            return self._worth + self._gain_of_first_draft(self._rate)
         return self._worth + self._worth_of_lengths()[self._length]
 
     def _extend(self, drafted: int, chances: Sequence[float]) -> int:
-        """Returns how many of the tokens that could follow the drafts to verify with them."""
+        """Returns how many of the offered tokens after the drafts to verify with them."""
         if self._mode == "shadow":
             return 0
         self._add_unreported(drafted)
         self._all_added = True
-        if self._verified < drafted:  # the drafts before them are too doubtful
+        if self._verified < drafted:  # not even all drafts before them are worth verifying
             return 0
         for chance in chances[: self._max_rows - drafted]:
             self._add(chance, may_leave_out=True)
         return self._verified - drafted
 
     def _first_length(self) -> int:
-        """Returns the most tokens to draft, 0 where not even one pays."""
+        """Returns the longest draft to allow, 0 if not even one token pays."""
         if not self._longest:
             return 0
         if self._stepwise:
@@ -330,20 +337,23 @@ class Profit:
         return worth.index(max(worth))  # the first one is 0
 
     def _first_step_pays(self) -> bool:
-        """Whether a first draft adds to the worth of the round. The higher the rate, the less it adds: a bound serves for many rounds."""
+        """Whether a first draft adds to the worth of the round.
+
+        The higher the rate, the less it adds. So the known bounds (`_pays`, `_pays_not`) answer for many rounds.
+        """
         holds_for = self._row_costs, self._any_prefix
         if self._paying_at[0] is not holds_for[0] or self._paying_at[1] != holds_for[1]:
             self._pays, self._pays_not, self._paying_at = 0.0, math.inf, holds_for
         for rate in (self._rate * RATE_MARGIN, self._rate):
             if self._pays < self._rate < self._pays_not:
-                if self._gain_of_the_first(rate) > 0:
+                if self._gain_of_first_draft(rate) > 0:
                     self._pays = rate
                 else:
                     self._pays_not = rate
         return self._rate <= self._pays
 
     def _update_rate(self) -> None:
-        """Updates the reference rate and, every REFRESH rounds, the forecast and the costs."""
+        """Updates the reference rate and, every `_refresh` calls, the forecast and the costs."""
         self._stale = False
         self._until_refresh -= 1
         if self._until_refresh < 0:
@@ -362,14 +372,14 @@ class Profit:
 
     def _update_row_costs(self) -> None:
         costs = np.array([self._costs.share(rows, self._requests) for rows in range(1, self._max_rows + 2)])
-        if not self._is_new and self._requests == self._priced:
-            # Sums of earlier rounds at what a plain round is known to cost now.
+        if not self._is_new and self._requests == self._priced_requests:
+            # Scales the costs of earlier rounds to what a plain round is known to cost now.
             self._cost_reached *= float(costs.min()) / self._row_list[0]
-        self._priced = self._requests
-        # The cheapest of n rows and all larger batches.
+        self._priced_requests = self._requests
+        # The cost of n rows, or of a larger batch if that is cheaper.
         self._row_costs = np.minimum.accumulate(costs[::-1])[::-1]
         self._row_list = self._row_costs.tolist()
-        self._rows = [n + int(costs[n:].argmin()) for n in range(len(costs))]
+        self._cheapest_rows = [n + int(costs[n:].argmin()) for n in range(len(costs))]
         self._draft_list = [self._costs.draft(n, self._requests) for n in range(self._longest + 1)]
         self._draft_costs = np.array(self._draft_list)
         self._length_tokens = self._tokens_of_lengths().tolist()
@@ -379,7 +389,7 @@ class Profit:
             self._predict_rate()
 
     def _predict_rate(self) -> None:
-        """Before the first round: takes the predicted rate of the best fixed length."""
+        """Sets the rate before the first round: the predicted one of the best fixed length."""
         self._cost_reached = PREDICTED_ROUNDS * self._row_list[0]
         self._tokens_reached = max(map(operator.truediv, self._length_tokens, self._length_costs)) * self._cost_reached
 
@@ -389,23 +399,23 @@ class Profit:
         return np.concatenate(([1.0], 1.0 + (1.0 + known.further[: self._longest]) @ (known.first * known.accept_prob)))
 
     def _worth_of_lengths(self) -> list[float]:
-        """Returns how much more rounds of 0 to `longest` drafts are worth than a plain one."""
+        """Returns by how much a round of 0 to `longest` drafts is worth more than a plain one."""
         rate, plain = self._rate, 1.0 - self._rate * self._length_costs[0]
         return [tokens - rate * cost - plain for tokens, cost in zip(self._length_tokens, self._length_costs, strict=True)]
 
-    def _gain_of_the_first(self, rate: float) -> float:
+    def _gain_of_first_draft(self, rate: float) -> float:
         """Returns what a first draft adds to the worth of a round at this rate."""
         return self._gain_after([1.0], 1.0, 1.0 - rate * self._row_list[0], self._forecast.first, rate)
 
-    def _gain_of_a_step(self) -> float:
-        """Returns what another draft after the newest adds to the worth of the round."""
+    def _gain_of_next_draft(self) -> float:
+        """Returns what another draft adds to the worth of the round."""
         return self._gain_after(self._tokens, self._chain, self._worth, self._forecast.transition[self._bins[-1]], self._rate)
 
     def _gain_after(self, tokens_so_far: Sequence[float], chain: float, reached: float, next_bin: Chances, rate: float) -> float:
-        """Returns what another draft adds to the worth that a round has `reached` at this rate.
+        """Returns what another draft adds, at this rate, to the worth that a round has `reached`.
 
-        `tokens_so_far` [drafts + 1] and `chain`: expected tokens of the first n drafts, and the probability that all of them are accepted;
-        `next_bin` [bins]: the probability that the next draft is of each bin.
+        `tokens_so_far` [drafts + 1]: by n, the expected tokens if the first n drafts are verified; `chain`: the probability that all drafts
+        so far are accepted; `next_bin` [bins]: the probabilities of the next draft's bin.
         """
         known, drafted = self._forecast, len(tokens_so_far) - 1
         drafts = self._draft_costs[drafted + 1 :]
@@ -426,32 +436,32 @@ class Profit:
         if self._tables[0] is not known or self._tables[1] is not self._row_costs:
             parts = (self._model.bounds, self._row_costs, self._draft_costs, known.accept_prob, known.transition, known.further)
             self._tables = known, self._row_costs, tuple(np.ascontiguousarray(part, np.float64) for part in parts)
-        # Where drafts are made to be timed, they are weighed as if they cost nothing: none ends the draft.
+        # In a trial, the rate is 0, as if drafts cost nothing, so that the rule never ends the draft.
         return StopNumbers(self._tables[2], 0.0 if self._mode == "trial" else self._rate, self._any_prefix)
 
     def add_confidence(self, confidence: float) -> None:
-        """Takes the drafter's probability of the token it just drafted."""
+        """Adds a drafted token to the round by the drafter's probability of it."""
         self._add_draft(self._model.bin_of(confidence, len(self._bins)))
         self._confidences.append(confidence)
 
     def continues(self, confidence: float) -> bool:
-        """As `add_confidence` does; returns whether drafting another pays."""
+        """Adds a drafted token as `add_confidence` does; returns whether drafting another one pays."""
         self.add_confidence(confidence)
         if self._mode == "shadow" or len(self._bins) >= self._longest:
             return False
         if self._mode == "trial":
             return True
-        if self._mode == "ask":  # on, as long as a draft after these is more likely compared than not
+        if self._mode == "ask":  # goes on as long as the next draft will probably be compared: all before it must be accepted
             return self._starts or self._chain > EVEN_CHANCE
-        return self._gain_of_a_step() > 0
+        return self._gain_of_next_draft() > 0
 
     def _add_draft(self, index: int) -> None:
-        """Adds a draft of this bin to the round."""
+        """Adds a draft in this bin to the round."""
         self._bins.append(index)
         self._add(float(self._forecast.accept_prob[index]), may_leave_out=self._any_prefix)
 
     def _add(self, chance: float, *, may_leave_out: bool) -> None:
-        """Adds a token that is accepted with this probability after those before it, and updates the best prefix."""
+        """Adds a token and updates the best prefix. `chance`: the probability that it is accepted if those before it are."""
         self._chain *= chance
         self._tokens.append(self._tokens[-1] + self._chain)
         count = len(self._tokens) - 1
@@ -460,7 +470,7 @@ class Profit:
             self._worth, self._verified = worth, count
 
     def _to_verify(self, drafted: int) -> tuple[int, int]:
-        """Returns how many drafts to verify, because those after them cost more than they are likely to bring, and the padding rows."""
+        """Returns how many drafts to verify, as later ones cost more than they are expected to bring; and how many padding rows to add."""
         if not self._all_added:
             self._add_unreported(drafted)
         if self._mode in ("trial", "ask"):
@@ -471,7 +481,7 @@ class Profit:
     def _padding(self, verified: int) -> int:
         if self._mode == "trial":
             return max(0, self._trial_rows - 1 - verified)
-        return self._rows[verified] - verified
+        return self._cheapest_rows[verified] - verified
 
     def _add_unreported(self, drafted: int) -> None:
         """Adds the drafts of a drafter that does not call `should_continue`."""
@@ -490,7 +500,7 @@ class Profit:
             self._observe_drafts(result)
         self._stale = self._stale or self._mode == "offer"
         self._count_round(result)
-        # The prediction says as much about the rate as the outcome, and varies less.
+        # The mean of predicted and emitted tokens: the prediction says as much about the rate as the outcome, and varies less.
         tokens = (self._tokens[verified] + result.accepted + 1) / 2
         self._tokens_reached = RATE_DECAY * self._tokens_reached + tokens
         self._cost_reached = RATE_DECAY * self._cost_reached + self._spent()
@@ -501,10 +511,11 @@ class Profit:
             self._stale = self._stale or not self._bound.is_time_alone
 
     def _observe_drafts(self, result: RoundResult) -> None:
-        """Learns from the drafts of the drafter, and from the first one that was not verified where that can be told."""
+        """Learns from the drafts of the drafter, and from the first draft that was not verified if it is known to be right or wrong."""
         if self._mode in ("shadow", "ask"):
-            self._until_refresh = 0  # the next plan computes everything anew
-            # Where drafts are part of a mix, old ones say what it would be; but where none seem to pay, an unlucky start must not decide.
+            self._until_refresh = 0  # the next plan computes forecast and costs again
+            # An unlucky start must not end drafting, so old observations fade. They do not while a bound on time mixes rounds with and
+            # without drafts, since it needs them all.
             if self._bound is None or self._bound.is_plain_fastest or self._bound.is_time_alone:
                 self._model.fade(STALE)
         self._stale = self._has_news = True
@@ -514,7 +525,7 @@ class Profit:
         self._model.observe(self._bins, compared, right)
 
     def _count_round(self, result: RoundResult) -> None:
-        """Counts the round in the schedule of questions and in the budget of trials."""
+        """Updates the schedule of questions and the budget of trials."""
         if self._mode in ("shadow", "ask") and self._bins:
             self._schedule.count_question(result.accepted)
         elif self._mode == "draft" and self._bins:
@@ -527,7 +538,7 @@ class Profit:
         self._trial_budget += TRIAL_SHARE * self._spent()
 
     def _spent(self) -> float:
-        """The cost of the round according to the cost model. A shadow draft is no part of what plain rounds are worth."""
+        """Returns the cost of the round by the cost model. A shadow draft is not counted: it would make plain rounds seem worse."""
         steps = 0 if self._mode == "shadow" else len(self._bins)
         return self._draft_list[steps] + self._row_list[self._verified]
 

@@ -1,4 +1,4 @@
-"""Drafts that need no drafter: what the text repeats, found in a memory of it, with a calibrated probability."""
+"""Drafts without a drafter: tokens that repeat an earlier part of the text, each with a calibrated probability."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from edge_runtime.interfaces import DraftSampler, ShouldContinue, Target, Vocabulary
 
-# A source guesses tokens and sorts each into a bin by its evidence. How often the guesses of a bin are right is counted on every emitted
-# token, whether the guess was used or not: what the target emitted tells both. So a source costs nothing until it is worth using.
+# A source guesses tokens and sorts each into a bin by its evidence. Each emitted token shows whether the guess was right, even if the guess
+# was not used. So the accuracy of each bin is known at no cost before a source is used at all.
 
-# Share of an old count that is left after a new one of the same bin, and the weight of the prior probability.
+# An old count is multiplied by DECAY at each new one of the same bin. The prior probability counts as PRIOR_WEIGHT guesses.
 DECAY, PRIOR_WEIGHT = 0.98, 4.0
 MODEL = "drafter"
 
@@ -32,23 +32,23 @@ class Source(Protocol):
     """A source of drafts for one request."""
 
     def guess(self, ahead: Sequence[int], limit: int) -> Guess:
-        """Returns at most `limit` tokens expected after the emitted ones and `ahead`, none if it expects nothing."""
+        """Returns at most `limit` tokens that are expected after the emitted ones and `ahead`; none if nothing is expected."""
 
     def add(self, tokens: Sequence[int]) -> None:
         """Adds emitted tokens."""
 
 
 class SourceOdds:
-    """The probability that a guess of an evidence bin is right, given that those before it are; shared by all requests of a session."""
+    """By evidence bin, the probability that a guess is right if those before it are; shared by all requests of a session."""
 
     def __init__(self, priors: Mapping[str, float]) -> None:
         self._priors = dict(priors)
         self._compared: dict[str, float] = {}
         self._right: dict[str, float] = {}
-        self._chances: dict[str, float] = {}  # of the bins that were asked for since their counts changed
+        self._chances: dict[str, float] = {}  # cached results of `chance`
 
     def chance(self, index: str) -> float:
-        """Returns the probability of a bin; one without a prior counts as a coin toss."""
+        """Returns the probability of a bin; without a prior it starts from 0.5."""
         known = self._chances.get(index)
         if known is None:
             right = self._right.get(index, 0.0) + PRIOR_WEIGHT * self._priors.get(index, 0.5)
@@ -73,7 +73,7 @@ NO_PROPOSAL = Proposal(Guess(""), ())
 
 
 class Proposals:
-    """The guesses of a request's source. Call `propose` once before a draft and once after it, then `observe` with what was emitted."""
+    """The guesses of a request's source. In each round, call `propose` before and after the draft, then `observe`."""
 
     def __init__(self, source: Source, odds: SourceOdds) -> None:
         self._source = source
@@ -81,7 +81,7 @@ class Proposals:
         self._pending: list[tuple[tuple[int, ...], Guess]] = []
 
     def propose(self, ahead: Sequence[int], limit: int) -> Proposal:
-        """Returns what the source expects after the emitted tokens and `ahead`."""
+        """Returns at most `limit` tokens that the source expects after the emitted tokens and `ahead`, with their probabilities."""
         guess = self._source.guess(ahead, limit) if limit > 0 else None
         if guess is None or not guess.tokens:
             return NO_PROPOSAL
@@ -89,7 +89,7 @@ class Proposals:
         return Proposal(guess, tuple(map(self._odds.chance, guess.bins)))
 
     def observe(self, emitted: Sequence[int]) -> None:
-        """Compares all guesses of the round with what was emitted, as far as they were right, and adds the tokens to the source."""
+        """Compares the guesses of the round with the emitted tokens, up to the first wrong one, and adds the tokens to the source."""
         for ahead, guess in self._pending:
             if tuple(emitted[: len(ahead)]) != ahead:
                 continue
@@ -101,49 +101,49 @@ class Proposals:
         self._source.add(emitted)
 
 
-# A memory of the text: where the newest tokens occurred before, what followed is guessed to follow again.
+# A memory of the text. Where the newest tokens occurred before, the guess is that the same tokens follow again.
 #
-# The tokens are held in a suffix automaton (Blumer et al. 1985, Theoretical Computer Science 40), which knows the longest repeated end of
-# the text at any time and takes constant time per token. It serves as SuffixDecoding does (Oliaro et al. 2024, arXiv 2411.04975), but
-# beside a drafter: the longer the match, the surer the guess. In place of one it is prompt lookup (Saxena 2023, prompt-lookup-decoding),
-# which costs nothing and helps where a text repeats itself.
+# The text is stored in a suffix automaton (Blumer et al. 1985, Theoretical Computer Science 40), which finds the longest suffix of the text
+# that occurred before, in constant time per token. Next to a drafter, it works like SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975):
+# the longer the match, the more certain the guess. Instead of a drafter, it is prompt lookup (Saxena 2023, prompt-lookup-decoding), which
+# costs nothing and helps where a text repeats itself.
 
 SOURCE = "memory"
-# Matches of fewer tokens say too little. Lower bounds of the bins of longer ones, and the prior of each bin.
+# Shorter matches are no evidence. Below: the lower bounds of the bins of match lengths, and the prior of each bin.
 SHORTEST_MATCH = 2
 _BOUNDS = (2, 3, 4, 6, 9, 14, 22, 40)
 TEXT_PRIORS = {f"{SOURCE} {bound}": chance for bound, chance in zip(_BOUNDS, (0.25, 0.35, 0.45, 0.6, 0.7, 0.8, 0.9, 0.95), strict=True)}
-# Of a longer prompt only the end is remembered: a token takes about 600 bytes.
+# Only this many tokens at the end of a prompt are remembered, because a token takes about 600 bytes.
 MAX_TOKENS = 32768
-# Tokens that are read at a time: 4 ms at best, 25 ms of texts of two different tokens.
+# Tokens that are added to the automaton at a time, which takes 4 ms, or 25 ms in the worst case, a text of two different tokens.
 SLICE_TOKENS = 4096
-# Fewer unread tokens wait until something may be guessed: 0.2 ms.
+# Up to this many tokens may wait until a guess is possible; adding them then takes 0.2 ms.
 WAITING_TOKENS = 256
-# Characters of a prediction for each token of the context: texts have 3 to 6 of them per token, and no answer repeats what is beyond.
+# A predicted answer is cut to this many characters per token of the context. Texts have 3 to 6 characters per token, so nothing is lost.
 PREDICTED_CHARACTERS = 16
-# What no text contains; matches and copies end there. Copies end before soft rows of images and sound too, whose ids are negative.
+# A separator that no text contains: no match and no copy goes across it. Copies also end before soft rows, whose ids are negative.
 BORDER = -1
-# The end of the prompt that is put before a predicted answer, so that the answer is guessed to follow it.
+# This many tokens from the end of the prompt are put before a predicted answer, so that the start of the answer is guessed after them.
 LEAD = 40
-# Where a text repeats itself endlessly, its ends are one another's suffixes; so many of them are updated per token.
+# The most suffixes that are updated per token. Where a text repeats itself endlessly, it would be all of its length.
 _MAX_SUFFIXES = 32
 
 
 class TextMatch(NamedTuple):
-    """A state of the automaton, and how many tokens of the text match there."""
+    """A state of the automaton, and the length of the match there in tokens."""
 
     state: int
     length: int
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text. A state stands for substrings that end at the same places; state 0 for the empty one."""
+    """A suffix automaton of a growing text. Each state stands for substrings that end at the same positions; state 0 for the empty one."""
 
     def __init__(self) -> None:
         self._length = [0]
         self._link = [-1]
         self._next: list[dict[int, int]] = [{}]
-        self._end = [0]  # tokens of the text up to the newest known occurrence
+        self._end = [0]  # by state, where its newest known occurrence ends
         self._last = 0
         self.tokens: list[int] = []
 
@@ -160,7 +160,7 @@ class SuffixAutomaton:
         self._last = state
 
     def _suffix(self, at: int, token: int) -> int:
-        """Returns the state of the longest repeated suffix, splitting one where needed."""
+        """Returns the state of the longest repeated suffix; splits a state if needed."""
         onward = self._next[at][token]
         if self._length[onward] == self._length[at] + 1:
             return onward
@@ -179,8 +179,8 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _touch(self, state: int) -> None:
-        """Sets the newest occurrence of the suffixes of the text."""
-        link, ends, end = self._link, self._end, len(self.tokens)  # once: where a text repeats itself, this is most of a round's Python
+        """Sets the newest occurrence of the suffixes of the text to its end."""
+        link, ends, end = self._link, self._end, len(self.tokens)  # local names: in repetitive text this loop is most of a round's Python
         for _ in range(_MAX_SUFFIXES):
             state = link[state]
             if state <= 0:
@@ -188,7 +188,7 @@ class SuffixAutomaton:
             ends[state] = end
 
     def longest_repeat(self, ahead: Sequence[int] = ()) -> tuple[int, int]:
-        """Returns the length of the longest end of the text and `ahead` that occurs earlier, and where its newest occurrence ends."""
+        """Returns the length of the longest suffix of the text plus `ahead` that occurred before, and where its newest occurrence ends."""
         state = max(self._link[self._last], 0)
         match = TextMatch(state, self._length[state])
         for token in ahead:
@@ -196,7 +196,7 @@ class SuffixAutomaton:
         return match.length, self._end[match.state]
 
     def follow(self, match: TextMatch, token: int) -> TextMatch:
-        """Returns where the longest end of a text is that occurs here, from where it was before the text's newest token."""
+        """Returns the longest match that ends with `token`, from the longest match before it."""
         state, length = match
         while state > 0 and token not in self._next[state]:
             state = self._link[state]
@@ -206,17 +206,17 @@ class SuffixAutomaton:
 
 
 class TextMemory:
-    """Guesses what followed the longest earlier occurrence of the newest tokens. Implements `sources.Source`.
+    """Guesses the tokens that followed the longest earlier occurrence of the newest tokens. Implements `Source`.
 
-    A long text is read in slices, one at each call, and nothing is guessed before its end: requests side by side wait for each other.
-    The last tokens are read only where the newest two occurred before: without a repetition a text costs next to nothing.
+    A long text is added to the automaton in slices, one per call, and nothing is guessed until all of it is added. Otherwise other requests
+    would wait for this one. The newest tokens are added only if the last two occurred before, so a text without repetitions costs little.
     """
 
     def __init__(self, tokens: Sequence[int], predicted: Sequence[int] = ()) -> None:
-        """`predicted` is what the output is expected to be, or to contain parts of."""
+        """`predicted` are tokens that the output is expected to repeat, wholly or in parts."""
         self._automaton = SuffixAutomaton()
         self._unread: list[int] = []
-        # All pairs of neighbours, unread ones too; the newest token; and whether its pair occurred earlier.
+        # All pairs of adjacent tokens, including unread ones; the newest token; and whether the newest pair occurred before.
         self._pairs: set[tuple[int, int]] = set()
         self._newest, self._recurs = BORDER, False
         before = [*tokens[-LEAD:], *predicted[:MAX_TOKENS], BORDER] if predicted else []
@@ -239,13 +239,13 @@ class TextMemory:
         del self._unread[:SLICE_TOKENS]
 
     def _occurred(self, ahead: Sequence[int]) -> bool:
-        """Whether the last two tokens of the text and `ahead` occur in the text before: the SHORTEST_MATCH."""
+        """Whether the last two tokens (SHORTEST_MATCH) of the text plus `ahead` occurred before."""
         if not ahead:
             return self._recurs
         return (ahead[-2] if len(ahead) > 1 else self._newest, ahead[-1]) in self._pairs
 
     def guess(self, ahead: Sequence[int], limit: int) -> Guess:
-        """A copy that reaches the end of the text repeats itself, so that a loop is guessed as a loop."""
+        """See `Source.guess`. A copy that reaches the end of the text continues from its own start, so a loop is guessed as a loop."""
         if not self._occurred(ahead) or len(self._unread) > WAITING_TOKENS:
             return NO_GUESS
         self._read()
@@ -261,9 +261,9 @@ class TextMemory:
 
 
 class LookupDrafter:
-    """Drafts what a memory of the target's own text guesses, without a model. Implements `interfaces.Drafter`."""
+    """Drafts the guesses of a memory of the target's text: prompt lookup, without a model. Implements `interfaces.Drafter`."""
 
-    stepwise = False  # a copy costs nothing and has no probability
+    stepwise = False  # copying costs nothing, and has no confidence to stop by
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -277,14 +277,14 @@ class LookupDrafter:
         sampler: DraftSampler | None = None,  # noqa: ARG002
         should_continue: ShouldContinue | None = None,  # noqa: ARG002
     ) -> list[int]:
-        """Returns `draft_length` tokens, or none if the newest SHORTEST_MATCH tokens do not occur earlier.
+        """Returns `draft_length` tokens, or none if the newest SHORTEST_MATCH tokens did not occur before.
 
-        `sampler` is ignored: there are no logits, and a copied token counts as certain.
+        `sampler` is ignored: there are no logits, and a copied token counts as drafted with probability 1.
         """
         text, known = np.append(self._target.tokens, np.int32(last)), len(self._text)
         if np.array_equal(text[:known], self._text):
             self._memory.add(text[known:].tolist())
-        else:  # another request's text, or one that was rolled back
+        else:  # the text of another request, or a text that was rolled back
             self._memory = TextMemory(text.tolist())
         self._text = text
         return list(self._memory.guess((), draft_length).tokens)
@@ -294,7 +294,7 @@ class LookupDrafter:
 
 
 def predicted_tokens(text: str, vocabulary: Vocabulary, context: int) -> list[int]:
-    """Returns the tokens of a text that the output is expected to be, as many as it can have; the rest is not tokenized."""
+    """Returns the tokens of a predicted output, at most as many as an output can have. The rest of the text is not tokenized."""
     room = min(context, MAX_TOKENS)
     return vocabulary.encode(text[: PREDICTED_CHARACTERS * room], add_bos=False)[:room] if text else []
 
@@ -310,11 +310,11 @@ def evidence(length: int, source: str = SOURCE) -> str:
 
 
 def evidences(length: int, count: int) -> tuple[str, ...]:
-    """Returns the bins of `count` tokens behind a match of this length."""
+    """Returns the bins of the `count` tokens after a match of this length; each token makes the match longer."""
     first = min(length, _BOUNDS[-1])
     return (_EVIDENCE[first : first + count] + _EVIDENCE[-1:] * count)[:count]
 
 
 NO_GUESS = Guess(SOURCE)
-# By the length of the match: each round asks for many of them.
+# The bins by length of the match, computed once because each round needs many.
 _EVIDENCE = ("", "", *(evidence(length) for length in range(_BOUNDS[0], _BOUNDS[-1] + 1)))
