@@ -1,1 +1,1 @@
-"""The speculative loop: draft, verify, accept, roll back, and the sampling maths."""
+"""The speculative loop (draft, verify, accept, roll back) and the sampling maths."""

@@ -1,4 +1,4 @@
-"""Which drafts of a verified round are accepted: the rules, with sampling and constraints, and log probabilities of tokens."""
+"""Acceptance rules: which drafts of a verified round are accepted, with sampling and constraints. Also log probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import DraftSampler, Logits
 from edge_runtime.text.grammar import Constraint
 
-# Which drafts of a verified round are accepted: pure functions, independent of models and caches.
+# The acceptance methods as pure functions, independent of models and caches.
 
 
 class LogitRows(Protocol):
-    """The target's logits at the places of a round; an array [rows, vocabulary] is one."""
+    """The target's logits at the positions of a round, for example an array [rows, vocabulary]."""
 
     def __getitem__(self, position: int, /) -> Logits:
         """Returns float32 [vocabulary]."""
 
 
 class VerifyResult(NamedTuple):
-    """`accepted` is the number of accepted drafts, from the first on; `next_token` is the target's own token after them."""
+    """The first `accepted` drafts are accepted; `next_token` is the target's own token after them."""
 
     accepted: int
     next_token: int
@@ -47,7 +47,8 @@ def accept_greedy(drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
 def likeliest(row: Logits) -> int:
     """Returns the index of the largest logit of a row [vocabulary].
 
-    Raises BackendError for a row with NaN, which argmax returns first, and for one of equal logits: llama.cpp's own kernels round NaN to 0.
+    Raises BackendError for a row with NaN, which argmax prefers to any number, and for a row of equal logits: llama.cpp's own kernels turn
+    NaN into 0.
     """
     best = int(row.argmax())
     wrong = ""
@@ -63,7 +64,7 @@ def likeliest(row: Logits) -> int:
 def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> VerifyResult:
     """Accepts drafts as long as they equal the target's choices; `sampler(i)` is called once per position, in order.
 
-    All emitted tokens are the target's own choices: drafts change only how many of them one forward yields. `sampler` is not called after
+    All emitted tokens are the target's own choices; drafts only change how many of them one forward yields. `sampler` is not called after
     the first mismatch.
     """
     for position, draft in enumerate(drafts):
@@ -76,20 +77,21 @@ def accept_by_match(drafts: Sequence[int], sampler: Callable[[int], int]) -> Ver
 def accept_by_block(
     drafts: Sequence[int], proposed: Sequence[Distribution], target: Callable[[int], Distribution], random: Callable[[], float]
 ) -> VerifyResult:
-    """Speculative sampling that judges a draft as a whole. Draft i must have been drawn from `proposed[i]`.
+    """Speculative sampling by block verification, which judges all drafts together. Draft i must have been drawn from `proposed[i]`.
 
-    `target(i)` is the target's distribution at draft i, and is read at all places; `random` returns uniform numbers in [0, 1). On average
-    at least as many drafts are accepted as by judging them one by one (arXiv 2211.17192, algorithm 1), because a likely token after an
-    unlikely one saves both. What counts for the first i drafts is s_i = min(1, s_{i-1} p_i(x_i) / q_i(x_i)). The longest prefix that passes
-    is accepted, the last one with probability s_n, a shorter one of i drafts with probability w_i / (w_i + 1 - s_i). There w_i is the sum
-    of max(s_i p_{i+1} - q_{i+1}, 0), from which the next token is drawn. The length may depend on the drafts themselves. Source: Sun et
-    al. 2024 (arXiv 2403.10444), algorithm 2.
+    `target(i)` returns the target's distribution at draft i; it may be called for all positions. `random` is uniform in [0, 1).
+
+    On average at least as many drafts are accepted as by judging them one by one (arXiv 2211.17192, algorithm 1), because a likely token
+    after an unlikely one can save both. With the target's p and the drafter's q, the first i drafts have s_i = min(1, s_{i-1} p_i(x_i) /
+    q_i(x_i)). The longest prefix that passes is accepted: all n drafts pass with probability s_n, the first i drafts with probability
+    w_i / (w_i + 1 - s_i), where w_i is the sum of max(s_i p_{i+1} - q_{i+1}, 0). The next token is drawn in proportion to these terms. The
+    number of drafts may depend on the drafts themselves. Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
     """
     rows, shares = [], [1.0]
     for position, draft in enumerate(drafts):
         rows.append(target(position))
         shares.append(min(1.0, shares[-1] * rows[-1].of(draft) / proposed[position].of(draft)))
-        if not shares[-1]:  # nor can any longer prefix pass
+        if not shares[-1]:  # then no longer prefix can pass either
             break
     for accepted in range(len(shares) - 1, -1, -1):
         share = shares[accepted]
@@ -99,7 +101,7 @@ def accept_by_block(
         elif share:
             left = rows[accepted].excess(proposed[accepted], share)
             weight = float(left.sum())
-            # Only the whole share of 1 is sure to pass: with nothing left, target and drafter agree up to rounding.
+            # With a share of 1 the prefix always passes. If `weight` is 0 too, target and drafter agree up to rounding.
             if share == 1.0 or random() * (weight + 1 - share) < weight:
                 return VerifyResult(accepted=accepted, next_token=rows[accepted].proportional_to(left).draw(random()))
     raise AssertionError("the empty prefix always passes")
@@ -108,22 +110,23 @@ def accept_by_block(
 class AcceptanceRule(Protocol):
     """The rule of one request. Each round calls `sampler` for each draft, in order, then `cut` once, then `accept` once."""
 
-    any_prefix: bool  # whether drafts may be left unverified because of later ones, without changing the output's distribution
+    # Whether later drafts may decide how many drafts are verified, without changing the output's distribution.
+    any_prefix: bool
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """Picks a draft from the drafter's logits; None: the likeliest token."""
+        """Picks a draft from the drafter's logits; None: the drafter takes the likeliest token."""
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts before the first one that a constraint forbids; without a constraint all of them."""
+        """Returns the drafts before the first one that a constraint forbids; without a constraint, all drafts."""
         return drafts
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Returns which drafts are accepted, from the target's logits, float32 [len(drafts) + 1, vocabulary]; keeps the emitted tokens."""
+        """Returns which drafts are accepted by the target's logits, float32 [len(drafts) + 1, vocabulary]; remembers the emitted tokens."""
 
 
 class GreedyRule(AcceptanceRule):
-    """Always the target's likeliest token. Needs no distribution and keeps no tokens."""
+    """Always emits the target's likeliest token. Needs no distribution and remembers no tokens."""
 
     any_prefix = True
     sampler = None
@@ -134,7 +137,7 @@ class GreedyRule(AcceptanceRule):
 
 
 class _SampledRule(AcceptanceRule):
-    """State of all sampled rules: the last tokens, which the penalties need, and the sampled drafts of this round."""
+    """Base class of sampled rules. It remembers the last tokens, which penalties need, and the sampled drafts of the round."""
 
     def __init__(self, sampler: Sampler, past: Sequence[int]) -> None:
         self._sampler = sampler
@@ -152,22 +155,22 @@ class _SampledRule(AcceptanceRule):
 
 
 class CoupledRule(_SampledRule):
-    """Chooses the token of each place by noise that target and drafter share, and accepts an equal draft.
+    """Chooses the token of each position by noise that target and drafter share, and accepts a draft if it is that token.
 
-    The text is a function of the seed and the target: no drafts, drafter or draft length change it. Source: `decoding.shared_noise`.
+    The text depends on the seed and the target only, not on drafts, drafter or draft length. Source: `decoding.shared_noise`.
     """
 
     any_prefix = True
 
     def __init__(self, sampler: Sampler, past: Sequence[int], noise: SharedNoise, place: int) -> None:
-        """`place` is the number of tokens before the first one."""
+        """`place` is the number of tokens before the first one to choose."""
         self._noise = noise
         self._place = place
         super().__init__(sampler, past)
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """Chooses with the noise of the draft's place."""
+        """Chooses with the noise of the draft's position."""
         return self._choose
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
@@ -191,9 +194,9 @@ class CoupledRule(_SampledRule):
 
 
 class BlockRule(_SampledRule):
-    """Draws drafts from the drafter's distribution, with the same options as for the target, and accepts them by block verification."""
+    """Draws drafts from the drafter's distribution, with the target's sampling options, and accepts them by block verification."""
 
-    # A draft that is verified only because of later drafts no longer has the distribution that it was drawn from.
+    # If later drafts decided whether a draft is verified, the verified drafts would not have the distribution that they were drawn from.
     any_prefix = False
 
     def __init__(self, sampler: Sampler, past: Sequence[int], random: Callable[[], float]) -> None:
@@ -203,13 +206,13 @@ class BlockRule(_SampledRule):
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """Draws a draft and keeps its distribution."""
+        """Draws a draft and remembers its distribution."""
         return self._choose
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """Drafts that were not drawn, such as those of prompt lookup, count as certain.
+        """Accepts by block verification. Drafts that were not drawn, such as those of prompt lookup, count as drawn with probability 1.
 
-        Raises BackendError if drawn drafts are missing or changed: the output would no longer have the target's distribution.
+        Raises BackendError if drawn drafts are missing or changed, because the output would not have the target's distribution.
         """
         if self._drawn != list(drafts[: len(self._drawn)]):
             raise BackendError(f"the drafter drew {self._drawn} but returned {list(drafts)}; it must return all tokens it drew, in order")
@@ -240,10 +243,11 @@ GREEDY = GreedyRule()
 def acceptance_rule(
     params: SamplingParams, method: str | None, past: Sequence[int], place: int | None = None, race: Race | None = None
 ) -> AcceptanceRule:
-    """Returns the rule of one request after the tokens `past`, which are text. Raises RequestError for an unknown method.
+    """Returns the rule of a request whose earlier text tokens are `past`. Raises RequestError for an unknown method.
 
-    Without a method it is "coupled" for a seed, and "block" without one: it accepts more drafts, but the text depends on them. `place` is
-    the number of tokens before the request, images and sound included; None counts `past`. `race` finds the winners of shared noise.
+    The default is "coupled" with a seed and "block" without one, which accepts more drafts, but makes the text depend on them. `place` is
+    the number of tokens before the first one to choose, including images and sound; None: the length of `past`. `race` finds the winners of
+    shared noise.
     """
     if method not in (None, *ACCEPTANCE_METHODS):
         raise RequestError(f"acceptance method {method!r} is not known; choose one of {', '.join(ACCEPTANCE_METHODS)}")
@@ -251,32 +255,32 @@ def acceptance_rule(
     if params.temperature == 0 and not sampler.adjusts:
         return GREEDY
     if keeps_text(params, method):
-        # Nothing is drawn at temperature 0.
+        # At temperature 0 nothing is drawn, so any seed will do.
         seed = params.seed if params.seed is not None else 0 if params.temperature == 0 else secrets.randbits(64)
         return CoupledRule(sampler, past, SharedNoise(seed, race), len(past) if place is None else place)
     return BlockRule(sampler, past, np.random.default_rng(params.seed).random)
 
 
 def keeps_text(params: SamplingParams, method: str | None) -> bool:
-    """Whether drafts keep the text itself and not only its distribution: greedy, or chosen by shared noise."""
+    """Whether drafts leave the text itself unchanged, not only its distribution: if greedy, or chosen by shared noise."""
     return params.temperature == 0 or method == "coupled" or (method is None and params.seed is not None)
 
 
-# What a constraint does to drafts: acceptance rules on masked logits.
+# Constraints: the acceptance rules on masked logits.
 #
-# A masked target is another model, one that writes only valid text; the guarantees of the rules hold for it too. So the output with drafts
-# equals constrained plain decoding, token for token or in distribution.
+# A target with masked logits is just another model, which writes only valid text, so the guarantees of the rules hold for it too: the
+# output with drafts equals that of constrained plain decoding, token for token or in distribution.
 
 _NEVER = np.float32(-np.inf)
 
 
 def constrained(rule: AcceptanceRule, constraint: Constraint) -> AcceptanceRule:
-    """Returns `rule` on masked logits. Every emitted token must be passed to `constraint.advance` before the next round."""
+    """Returns `rule` on masked logits. The caller passes every emitted token to `constraint.advance` before the next round."""
     return ConstrainedGreedyRule(constraint) if rule is GREEDY else ConstrainedSampledRule(rule, constraint)
 
 
 class _ConstrainedRule(ABC):
-    """Drafts are valid by construction where the drafter calls `sampler`, and cut where it does not."""
+    """Base class of constrained rules. Drafts that `sampler` picked are valid; other drafts are cut before the first invalid one."""
 
     def __init__(self, constraint: Constraint) -> None:
         self._constraint = constraint
@@ -284,11 +288,11 @@ class _ConstrainedRule(ABC):
 
     @property
     def sampler(self) -> DraftSampler | None:
-        """Picks a valid draft; ends drafting where the drafter has no valid candidate."""
+        """Picks a valid draft; ends the draft if the drafter has no valid candidate."""
         return self._choose
 
     def cut(self, drafts: list[int]) -> list[int]:
-        """Returns the drafts before the first invalid one; drafts that were picked are valid."""
+        """Returns the drafts before the first invalid one. Drafts that `sampler` picked need no check."""
         picked, self._drawn = len(self._drawn), []
         return drafts if len(drafts) == picked else drafts[: max(picked, self._constraint.valid(drafts))]
 
@@ -310,7 +314,7 @@ class _ConstrainedRule(ABC):
 
 
 class ConstrainedGreedyRule(_ConstrainedRule):
-    """Always the target's likeliest valid token. Masks a row only where the likeliest token is not valid."""
+    """Always emits the target's likeliest valid token. Masks a row only if its likeliest token is not valid."""
 
     any_prefix = True
 
@@ -340,7 +344,7 @@ class ConstrainedGreedyRule(_ConstrainedRule):
 
 
 class ConstrainedSampledRule(_ConstrainedRule):
-    """A sampled rule on masked logits: options such as top-k and top-p count valid tokens only."""
+    """A sampled rule on masked logits. Options such as top-k and top-p count valid tokens only."""
 
     def __init__(self, rule: AcceptanceRule, constraint: Constraint) -> None:
         super().__init__(constraint)
@@ -348,7 +352,7 @@ class ConstrainedSampledRule(_ConstrainedRule):
         self.any_prefix = rule.any_prefix
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """As the other rule; rows are masked when they are read."""
+        """Accepts as the underlying rule does; rows are masked when they are read."""
         return self._rule.accept(drafts, _MaskedRows(self, drafts, logits))
 
     def _pick(self, logits: Logits, tokens: NDArray[np.integer] | None) -> int | None:
@@ -374,14 +378,14 @@ class _MaskedRows:
         return self.rule._masked(self.logits[position], self.drafts[:position])
 
 
-# Log probabilities of emitted tokens, as the target gives them: before temperature, penalties, bias and constraints.
+# Log probabilities of emitted tokens by the target's own logits: before temperature, penalties, bias and constraints.
 
 MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprob:
-    """A token, its log probability in nats, and the likeliest tokens of its position with theirs, likeliest first."""
+    """A token and its log probability in nats; and the likeliest tokens of its position with theirs, the likeliest first."""
 
     token: int
     logprob: float
@@ -389,7 +393,7 @@ class TokenLogprob:
 
 
 class LogprobRule:
-    """Another rule, whose emitted tokens are recorded with their log probabilities and the `top` likeliest tokens of each position."""
+    """Wraps another rule and records, for each emitted token, its log probability and the `top` likeliest tokens of its position."""
 
     def __init__(self, rule: AcceptanceRule, top: int) -> None:
         self.any_prefix = rule.any_prefix
@@ -405,14 +409,14 @@ class LogprobRule:
         return self._rule.cut(drafts)
 
     def accept(self, drafts: Sequence[int], logits: LogitRows) -> VerifyResult:
-        """As the other rule; keeps one record per token of the round."""
+        """Accepts as the other rule does; keeps one record per token of the round."""
         result = self._rule.accept(drafts, logits)
         tokens = [*drafts[: result.accepted], result.next_token]
         self._newest = [token_logprob(logits[position], token, self._top) for position, token in enumerate(tokens)]
         return result
 
     def take(self, tokens: int) -> list[TokenLogprob]:
-        """Returns the records of the first `tokens` tokens of the newest round: a stop may have cut it."""
+        """Returns the records of the first `tokens` tokens of the newest round. A stop may have cut the rest off."""
         newest, self._newest = self._newest[:tokens], []
         return newest
 

@@ -1,6 +1,6 @@
-"""The speculative loop: draft, verify, accept, roll back. Token ids only; it knows no text and no backend.
+"""The speculative loop: draft, verify, accept, roll back. It handles token ids only, and knows neither text nor backends.
 
-A round has two halves around the target's forward, so that one forward can serve several requests (`edge_runtime.session.batch`).
+A round is split in two around the target's forward, so that one forward can serve several requests (`edge_runtime.session.batch`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from edge_runtime.interfaces import Drafter, DraftRequest, Logits, Target
 
 
 class Round(NamedTuple):
-    """What one round did. `tokens` are the emitted tokens: the accepted drafts and the target's own token.
+    """The outcome of a round. `tokens` are the emitted tokens: the accepted drafts, then the target's own token.
 
-    `drafted` counts the drafts that were verified; `sources` names where each accepted one came from
-    (see `drafting.sources`). The seconds are those of the forwards, which other requests may have shared.
+    `drafted` counts the verified drafts; `sources` names the source of each accepted one (see `drafting.sources`). The seconds are those of
+    the forwards, which other requests may have shared.
     """
 
     drafted: int
@@ -36,9 +36,10 @@ class Round(NamedTuple):
 class Decoding:
     """The state of one request between two rounds.
 
-    `last` is the newest token. All tokens before it are in the target's cache, after every round. `is_stop` is called once for each
-    emitted token, in order; the first token for which it returns True is the last one emitted. `suppressed` tokens are never emitted,
-    `held_back` ones not among the first `min_tokens` tokens. `proposals` draft beside the drafter, where the policy weighs them.
+    - `last`: the newest token. After every round, all tokens before it are in the target's cache.
+    - `is_stop`: called once for each emitted token, in order; the first token for which it returns True is the last one emitted.
+    - `suppressed`: tokens that are never emitted; `held_back`: tokens that are not among the first `min_tokens` ones.
+    - `proposals`: drafts from another source than the drafter, for a policy that can weigh them (`WeighingPolicy`).
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class Decoding:
         self._start = self._room = self._steps = self._rows = 0
         self._drafts: list[int] = []
         self._left_out: int | None = None
-        self._began = 0.0  # when the round did
+        self._began = 0.0  # time at which the round began
         self._proposals = proposals
         self._proposal = NO_PROPOSAL
         self._from: list[str] = []
 
     def move(self, target: Target, policy: DraftLengthPolicy | None) -> None:
-        """Goes on with another target, whose cache has the same tokens, and with a `policy`, unless that is None."""
+        """Continues with another target, whose cache holds the same tokens, and with another policy unless `policy` is None."""
         self._target = target
         if policy is not None:
             self._policy = policy
@@ -84,7 +85,7 @@ class Decoding:
 
     @property
     def learns_costs(self) -> bool:
-        """Whether the policy weighs drafts by what they cost, and so learns from the timings of rounds."""
+        """Whether the policy weighs drafts by their costs, and so learns from the timings of rounds."""
         return self._offer is not None
 
     @property
@@ -93,11 +94,11 @@ class Decoding:
         return self.stopped or self._left <= 0 or self._target.length >= self._target.context
 
     def draft_request(self, sequence: int = 0, requests: int = 1) -> DraftRequest:
-        """Begins a round that `requests` requests share; returns the draft to make. A `draft_length` of 0 means none."""
+        """Begins a round that `requests` requests share; returns the draft to make. A `draft_length` of 0 means no draft."""
         target, rule = self._target, self.rule
         self._began = time.perf_counter()
         self._start = target.length
-        # A round emits at most one token more than it drafts, and needs a row for the newest token and for each draft.
+        # A round emits at most one token more than its drafts, and needs a row for the newest token and one for each draft.
         self._room = min(self._left - 1, target.context - target.length - 1, target.rewind_slack)
         self._proposal = self._propose([])
         if self._proposal.chances and self._offer is not None:
@@ -107,16 +108,16 @@ class Decoding:
             sequence=sequence,
             last=self.last,
             draft_length=min(plan.draft_length, self._room),
-            # A shadow draft is not verified, and some rules expect a result for each draft that they sampled.
+            # A shadow draft is not verified, but some rules expect that every draft they sampled is.
             sampler=None if plan.shadow and not rule.any_prefix else rule.sampler,
             should_continue=plan.should_continue,
         )
 
     def tokens_to_verify(self, drafts: list[int]) -> list[int]:
-        """Takes the drafts of the round; returns the tokens to verify: the newest, the drafts, and padding, whose logits are ignored."""
+        """Takes the drafts of the round. Returns the tokens to verify: the newest token, drafts, and padding, whose logits are ignored."""
         self._steps, drafted = len(drafts), drafts
         if self._plan.shadow:
-            # A sampled rule forgets its drafts of this round.
+            # `cut` also makes a constrained rule forget the drafts that it picked in this round.
             drafted, drafts = self.rule.cut(drafts), []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
@@ -136,7 +137,7 @@ class Decoding:
         """Returns what the source of the request expects after `drafts`, limited to what the rule allows."""
         if self._proposals is None:
             return NO_PROPOSAL
-        # No policy verifies more, so no more can be compared.
+        # No policy verifies more than MAX_DRAFT_LENGTH tokens, so longer guesses could not be compared.
         guess, chances = self._proposals.propose(drafts, min(self._room, MAX_DRAFT_LENGTH) - len(drafts))
         if not guess.tokens:
             return NO_PROPOSAL
@@ -168,22 +169,22 @@ class Decoding:
         )
 
     def _whole(self, timing: Timing) -> Timing:
-        """Returns the timing with all of the round that is no draft: on a small pair, planning and choosing tokens are a large part."""
+        """Counts the whole round except drafting as verify time: with a small pair, planning and choosing tokens are a large part."""
         return timing._replace(verify_seconds=max(timing.verify_seconds, time.perf_counter() - self._began - timing.draft_seconds))
 
     def finish_round(self, logits: Logits, timing: Timing, *, report_timing: bool = True) -> Round:
         """Ends the round with the logits of `tokens_to_verify`, and rolls the cache back.
 
-        Of requests that share a round, one reports the timing to its policy: they share one cost model.
+        Requests that share a round also share a cost model, so only one of them reports the timing to its policy.
         """
         if self.suppressed.size:
-            # In the backend's own memory, before anything reads it: so greedy, sampled and constrained tokens are chosen from the others.
+            # Changes the backend's own memory before anything reads it, so it affects greedy, sampled and constrained choices alike.
             logits[:, self.suppressed] = -np.inf
         if self.min_tokens > 0:
             logits[: self.min_tokens, self._held_back] = -np.inf
         result, drafts = self.rule.accept(self._drafts, logits), self._drafts
         tokens, self.stopped = _until_stop((*drafts[: result.accepted], result.next_token), self._is_stop)
-        self._target.rollback(self._start + len(tokens))  # all emitted tokens but the newest, and the one before them
+        self._target.rollback(self._start + len(tokens))  # keeps the old `last` and all emitted tokens except the newest
         if self._proposals is not None:
             self._proposals.observe(tokens)
         told = self._left_out is not None and result.accepted == len(drafts)
@@ -209,7 +210,7 @@ class Decoding:
 def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Iterator[Round]:
     """Yields rounds until `decoding` is done.
 
-    The output is the target's own, token for token or in distribution, as the acceptance rule promises. The drafter changes only the
+    The output equals the target's own, token for token or in distribution, as the acceptance rule promises; the drafter changes only the
     speed. Method: Leviathan et al. 2023 (arXiv 2211.17192), with Gemma 4's drafter, which reads the target's hidden rows.
     """
     while not decoding.done:
@@ -224,7 +225,7 @@ def decode(target: Target, drafter: Drafter | None, decoding: Decoding) -> Itera
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:
-    """Cuts `tokens` after the first stop token, exactly where plain decoding stops; returns also whether there is one."""
+    """Cuts `tokens` after the first stop token, where plain decoding would stop too. Also returns whether there is one."""
     for i, token in enumerate(tokens):
         if is_stop(token):
             return tokens[: i + 1], True

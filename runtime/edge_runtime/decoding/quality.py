@@ -1,7 +1,8 @@
-"""What one form of a model keeps of another's answers: its distributions on text that no calibration reads.
+"""The quality of an exported model: how far its distributions differ from a reference model's, on held-out text.
 
-The texts are in `held_out` beside this module: `english` from Moby-Dick (chapters 23 and 35) and an address to the US Congress of 1962,
-both in the public domain, `code` and `chat` from this project's own sources and documentation.
+No calibration reads the held-out texts, which are in the folder `held_out` next to this module. `english` is from Moby-Dick (chapters 23
+and 35) and an address to the US Congress of 1962, both in the public domain; `code` and `chat` are from this project's own sources and
+documentation.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits, Target
 
 KINDS = ("english", "code", "chat")
-# The first rows of a text follow on too little of it: any model guesses there.
+# The first rows of a text are not compared, because with so little context any model guesses.
 SKIPPED_ROWS = 8
 ROWS_PER_FORWARD = 8
-# A token counts as the reference's own choice when the reference rates it this close to its best, in standard deviations of the row.
+# A token counts as the reference's own choice if its logit is this close to the largest one, in standard deviations of the row.
 TIE = 0.02
 
 
 def held_out_text(kind: str) -> str:
-    """Returns the text of a kind, 6 to 13 kB."""
+    """Returns the held-out text of this kind, 6 to 13 kB."""
     return (Path(__file__).with_name("held_out") / f"{kind}.txt").read_text(encoding="utf-8")
 
 
 def text_rows(target: Target, tokens: Sequence[int], at_once: int = ROWS_PER_FORWARD) -> Iterator[Logits]:
-    """Yields the target's logits of `tokens`, so many rows [n, vocabulary] at once; its cache is emptied first."""
+    """Yields the target's logits of `tokens` in pieces of `at_once` rows [n, vocabulary]; empties its cache first."""
     target.rollback(0)
     for at in range(0, len(tokens), at_once):
         yield target.verify(tokens[at : at + at_once])
@@ -45,21 +46,24 @@ def agrees(reference: Logits, token: int) -> bool:
 
 
 def log_softmax(row: Logits) -> NDArray[np.float64]:
-    """The logarithms of a row's probabilities [vocabulary]."""
+    """Returns the log-probabilities [vocabulary] of a row of logits, in float64."""
     shifted = row.astype(np.float64) - row.max()
     result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return result
 
 
 def divergence_of(expected: NDArray[np.float64], actual: NDArray[np.float64]) -> float:
-    """KL(expected || actual) of log-probabilities [vocabulary], in nats; infinity where the actual ones have a NaN or an infinity."""
+    """Returns KL(expected || actual) of log-probabilities [vocabulary], in nats; infinity if an actual one is NaN or infinite."""
     return float(np.sum(np.exp(expected) * (expected - actual))) if np.isfinite(actual).all() else float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowFigures:
-    """Of the rows of a text: KL(reference || export) and both surprises at the token that follows, in nats; whether the likeliest token is
-    the reference's own."""
+    """Figures for each compared row of a text.
+
+    `kl` is KL(reference || export). `surprise` and `reference_surprise` are the negative log-probabilities that export and reference give
+    to the next token; all three are in nats. `agrees`: whether the export's likeliest token is the reference's own choice.
+    """
 
     kl: tuple[float, ...]
     surprise: tuple[float, ...]
@@ -68,7 +72,7 @@ class RowFigures:
 
     @property
     def quality(self) -> Quality:
-        """Means over the rows."""
+        """The means over the rows."""
         return Quality(
             rows=len(self.kl),
             mean_kl=float(np.mean(self.kl)),
@@ -79,14 +83,15 @@ class RowFigures:
 
     @property
     def kl_error(self) -> float:
-        """Standard error of the mean KL, as if rows were independent."""
+        """The standard error of the mean KL, if rows were independent."""
         return float(np.std(self.kl) / np.sqrt(len(self.kl)))
 
 
 def row_figures(reference: Logits, export: Iterable[Logits], tokens: Sequence[int], first: int = SKIPPED_ROWS) -> RowFigures:
-    """Compares the rows from `first` on that a token follows; `reference` [len(tokens), vocabulary], `export` the same in pieces of rows.
+    """Compares the rows from row `first` to the last but one: no token follows the last. There must be at least one such row.
 
-    Row by row, so that no float64 copy of all rows is made. There has to be such a row.
+    `reference` is [len(tokens), vocabulary], `export` the same in pieces of rows. Rows are compared one by one, so that no float64 copy of
+    all rows is needed.
     """
     rows: list[tuple[float, float, float, bool]] = []
     for row, own in enumerate(each for piece in export for each in piece):
@@ -100,7 +105,7 @@ def row_figures(reference: Logits, export: Iterable[Logits], tokens: Sequence[in
 
 
 def joined(kinds: Mapping[str, RowFigures]) -> RowFigures:
-    """Returns the figures of all kinds as one text, in which every row counts the same."""
+    """Joins the figures of all kinds of text; every row has the same weight."""
     parts = kinds.values()
     return RowFigures(
         kl=tuple(value for part in parts for value in part.kl),
@@ -112,14 +117,14 @@ def joined(kinds: Mapping[str, RowFigures]) -> RowFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceText:
-    """A text as a reference reads it: its tokens, and its logits [len(tokens), vocabulary], in a file that is mapped."""
+    """A text's tokens, and the reference's logits of it [len(tokens), vocabulary], which are memory-mapped."""
 
     tokens: tuple[int, ...]
     logits: Logits
 
 
 def write_reference(folder: Path, kind: str, tokens: Sequence[int], rows: Iterable[Logits]) -> None:
-    """Writes a text for `read_reference`, its logits in pieces of rows. Raises RequestError where the disk has no room."""
+    """Writes a text and its logits, given in pieces of rows, for `read_reference`. Raises RequestError if the disk is full."""
     advice = "choose another temporary folder with TMPDIR, or fewer tokens"
     with errors_as(RequestError, f"the reference's logits cannot be kept in {folder}", advice):
         with (folder / f"{kind}.f32").open("wb") as file:

@@ -1,8 +1,8 @@
-"""Sampling options, and the distribution of the next token from a row of logits.
+"""Sampling options, and the distribution of the next token that follows from a row of logits.
 
-The order is llama.cpp's (common/common.h, common_params_sampling.samplers; the bias comes first in common/sampling.cpp):
-logit bias, penalties, top-k, top-p, min-p, temperature. transformers (generation/utils.py) puts the temperature before top-k, which
-makes no difference at temperature 1; elsewhere the sets that top-p and min-p keep here do not depend on the temperature.
+The steps are in llama.cpp's order: logit bias, penalties, top-k, top-p, min-p, temperature (common/common.h,
+common_params_sampling.samplers; the bias comes first in common/sampling.cpp). transformers (generation/utils.py) applies the temperature
+before top-k. That is the same at temperature 1; at others, top-p and min-p here keep the tokens that they would keep at temperature 1.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Logits
 
 PENALTY_WINDOW = 64
-# Far above any logit and far below the float32 limit, so that no sum overflows.
+# Far above any logit, but far below the float32 limit, so that no sum overflows.
 MAX_PENALTY = 1e6
 
 # Logits per block in the search for the greatest ones.
 _BLOCK = 256
-# Sums of the same numbers in another order differ by less.
+# Sums of the same numbers in different orders differ by less than this share.
 _ROUNDING = 1e-9
 
 
@@ -35,12 +35,14 @@ _ROUNDING = 1e-9
 class SamplingParams:
     """How tokens are drawn; the defaults draw from the model's own distribution. Raises RequestError for a value out of range.
 
-    `temperature` 0 is greedy. `top_k` keeps the k likeliest tokens (0: all), `top_p` the smallest set of the likeliest that has that
-    probability (1: all), `min_p` those at least that many times as likely as the likeliest (0: all). The penalties apply to the last
-    `penalty_window` tokens of prompt and output: `repetition_penalty` divides a positive logit and multiplies another one (1: off),
-    `frequency_penalty` is subtracted once per occurrence, `presence_penalty` once. `logit_bias` is added to the logits of its token ids;
-    -inf bans a token. A `seed` fixes the text, with drafts and without; None, or -1 as in llama.cpp, draws differently each time. A
-    negative `top_k` is 0, and a `top_p` of 0 keeps the likeliest token alone, as in llama.cpp.
+    - `temperature`: 0 is greedy.
+    - `top_k`: keeps the k likeliest tokens; 0 or a negative number keeps all, as in llama.cpp.
+    - `top_p`: keeps the smallest set of the likeliest tokens that has this probability; 1 keeps all, 0 only the likeliest token.
+    - `min_p`: keeps tokens with at least this fraction of the likeliest token's probability; 0 keeps all.
+    - Penalties apply to the last `penalty_window` tokens of prompt and output. `repetition_penalty` divides positive logits and multiplies
+      others (1: off). `frequency_penalty` is subtracted once per occurrence, `presence_penalty` once per token.
+    - `logit_bias`: added to the logits of its token ids; -inf bans a token.
+    - `seed`: fixes the text, with drafts and without. None, or -1 as in llama.cpp, draws differently each time.
     """
 
     temperature: float = option(
@@ -96,13 +98,13 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's own mapping may change later
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys; a ban is the text "-inf", which JSON has no number for."""
+        """Returns plain values under stable keys. A ban is the text "-inf", since JSON has no such number."""
         biases = {str(token): bias if math.isfinite(bias) else str(bias) for token, bias in self.logit_bias.items()}
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"logit_bias": biases}
 
     @property
     def penalises(self) -> bool:
-        """Whether a distribution depends on the tokens before it."""
+        """Whether a distribution depends on earlier tokens."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
 
@@ -113,7 +115,7 @@ class NothingToDraw(RequestError):
 class Sampler:
     """Applies `SamplingParams` to logits. `window` is the number of recent tokens that it needs, 0 for none.
 
-    Rows are float32 [n]: logits of the whole vocabulary, or of the n different `tokens` [n] of a sparse drafter.
+    Rows are float32 [n]: logits of the whole vocabulary, or only of the n distinct `tokens` [n] that a sparse drafter scores.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -128,14 +130,14 @@ class Sampler:
         return bool(self.window or len(self._biased))
 
     def __call__(self, logits: Logits, recent: Sequence[int] = (), tokens: NDArray[np.integer] | None = None) -> Distribution:
-        """Returns the distribution after the `recent` tokens. Raises NothingToDraw if no token is left, or for a row with NaN."""
+        """Returns the distribution after the `recent` tokens. Raises NothingToDraw if every token is banned, or for a row with NaN."""
         ids, row, best = self._ranked(logits, recent, tokens)
         if self._params.temperature == 0:
             return Distribution.certain(best if ids is None else int(ids[best]))
         return Distribution.proportional(*self._weighted(ids, row, best))
 
     def choose(self, logits: Logits, recent: Sequence[int], noise: PlaceNoise, tokens: NDArray[np.integer] | None = None) -> int:
-        """Returns the token that the noise of its place chooses from the distribution. Raises NothingToDraw as `__call__` does."""
+        """Returns the token that this position's noise chooses from the distribution. Raises NothingToDraw as `__call__` does."""
         ids, row, best = self._ranked(logits, recent, tokens)
         if self._params.temperature == 0:
             return best if ids is None else int(ids[best])
@@ -144,7 +146,7 @@ class Sampler:
         return noise.choose(*self._weighted(ids, row, best))
 
     def _ranked(self, logits: Logits, recent: Sequence[int], tokens: NDArray[np.integer] | None) -> tuple[Tokens | None, Logits, int]:
-        """Returns ascending token ids (None: all), their logits after bias and penalties, and the place of the largest, which is finite."""
+        """Returns ascending token ids (None: all), their logits after bias and penalties, and the index of the largest, which is finite."""
         ids, row = self._adjusted(logits, recent, tokens)
         best = int(row.argmax())
         if not math.isfinite(row[best]):
@@ -158,11 +160,11 @@ class Sampler:
         return (self._params.top_k, self._params.top_p, self._params.min_p) != (0, 1, 0)
 
     def _weighted(self, ids: Tokens | None, row: Logits, best: int) -> tuple[Tokens, Weights]:
-        """Returns the tokens that the filters keep, ascending, and their weights; that of the likeliest is 1."""
+        """Returns the tokens that the filters keep, ascending, and their weights; the likeliest token has weight 1."""
         kept = self._kept(row, float(row[best]))
         weights = (row if kept.size == row.size else row[kept]).astype(np.float64)
         weights -= row[best]
-        with np.errstate(over="ignore"):  # a difference over a tiny temperature may be -inf, which exp takes
+        with np.errstate(over="ignore"):  # dividing by a tiny temperature may give -inf, which exp accepts
             weights /= self._params.temperature
         np.exp(weights, out=weights)
         return kept if ids is None else ids[kept], weights
@@ -183,7 +185,7 @@ class Sampler:
         return ids, row
 
     def _penalise(self, row: Logits, ids: Tokens | None, recent: Sequence[int]) -> None:
-        # As llama_sampler_penalties_apply in llama.cpp's src/llama-sampler.cpp; the division for positive logits alone is from there too.
+        # The same as llama_sampler_penalties_apply in llama.cpp's src/llama-sampler.cpp, which also divides positive logits only.
         tokens, counts = np.unique(np.array(recent[-self.window :], dtype=np.int64), return_counts=True)
         places, present = _places(ids, tokens)
         values = row[places]
@@ -194,7 +196,7 @@ class Sampler:
     def _kept(self, row: Logits, best: float) -> Tokens:
         """Returns ascending indices of the tokens that top-k, top-p and min-p keep.
 
-        min-p depends on ratios only, so its order with top-p does not matter; the nucleus is a share of the mass of the top-k tokens.
+        top-p is a share of the probability of the top-k tokens. min-p depends on ratios only, so it does not matter which of both is first.
         """
         kept = _top_k(row, self._params.top_k)
         if self._params.top_p == 1 and self._params.min_p == 0:
@@ -207,7 +209,7 @@ class Sampler:
 
 
 def _top_k(row: Logits, k: int) -> Tokens:
-    """Returns ascending indices of the k greatest logits (0: all that are not banned); of equal ones at the threshold the first."""
+    """Returns ascending indices of the k largest logits (0: all that are not banned). Of equal ones at the threshold, the first count."""
     if not 0 < k < row.size:
         return np.arange(row.size) if row.min() > -np.inf else np.flatnonzero(row > -np.inf)
     candidates = _above_bound(row, k)
@@ -219,9 +221,10 @@ def _top_k(row: Logits, k: int) -> Tokens:
 
 
 def _above_bound(row: Logits, k: int) -> Tokens:
-    """Returns ascending indices of at least the k greatest logits and all that equal the least of them, few of a large vocabulary.
+    """Returns ascending indices of all logits that may be among the k largest: a small part of a large vocabulary.
 
-    Each of the k blocks with the greatest maxima has a logit of at least the k-th maximum, so the k greatest logits are no less.
+    The k blocks with the largest maxima contain k logits that are at least the k-th largest maximum. So the k largest logits of the row are
+    at least that too.
     """
     blocks = row.size // _BLOCK
     if blocks <= k:
@@ -231,7 +234,7 @@ def _above_bound(row: Logits, k: int) -> Tokens:
 
 
 def _nucleus(weights: Weights, share: float) -> Tokens:
-    """Returns ascending indices of the fewest of the greatest weights that sum to at least `share` of all (arXiv 1904.09751)."""
+    """Returns ascending indices of the smallest set of largest weights whose sum is at least `share` of the total (arXiv 1904.09751)."""
     mass = share * float(weights.sum())
     candidates = _heaviest(weights, mass)
     order = candidates[np.argsort(-weights[candidates], kind="stable")]
@@ -240,9 +243,9 @@ def _nucleus(weights: Weights, share: float) -> Tokens:
 
 
 def _heaviest(weights: Weights, mass: float) -> Tokens:
-    """Returns ascending indices of the greatest weights, at most 1, enough to sum to `mass`: far fewer to sort than a vocabulary.
+    """Returns ascending indices of the largest weights, enough to sum to `mass`. They are far fewer than a vocabulary, and so fast to sort.
 
-    Weights are counted by exponent and first two bits of the mantissa, which are in the order of the weights.
+    Weights are at most 1. They are grouped by exponent and the first two bits of the mantissa, whose order is that of the weights.
     """
     keys = weights.view(np.int64) >> 50
     sums = np.cumsum(np.bincount(keys, weights)[::-1])
@@ -251,7 +254,7 @@ def _heaviest(weights: Weights, mass: float) -> Tokens:
 
 
 def _places(ids: Tokens | None, tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """Returns the positions of `tokens` in a row, and which of them are in it."""
+    """Returns the indices in a row of those `tokens` that are in it, and the indices of these in `tokens`."""
     if ids is None:
         return tokens, np.arange(len(tokens))
     places = np.minimum(np.searchsorted(ids, tokens), len(ids) - 1)
@@ -272,10 +275,10 @@ def _require(fine: bool, name: str, value: object, rule: str) -> None:
         raise RequestError(f"{name} is {value!r}; it must be {rule}")
 
 
-# Of a server: as OpenAI's API, the model's own distribution.
+# The model's own distribution: the default of a server, as of OpenAI's API.
 MODEL_SAMPLING = SamplingParams()
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-# What a bundle may say, by the names of SamplingParams.
+# The fields of SamplingParams that a bundle may set.
 BUNDLE_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -288,7 +291,7 @@ def default_sampling(held: GenerationDefaults | None, otherwise: SamplingParams)
 
 
 def over_defaults(chosen: SamplingParams, named: Collection[str], defaults: SamplingParams) -> SamplingParams:
-    """Returns `chosen`, with the defaults' values of what is not `named`. A named temperature of 0 is greedy."""
+    """Returns `chosen`, but with the defaults' values for fields that are not `named`. A named temperature of 0 is greedy."""
     if "temperature" in named and chosen.temperature == 0:
         return chosen
     own = {each.name: getattr(chosen, each.name) for each in fields(chosen) if each.name in named or each.name not in BUNDLE_NAMES}
@@ -296,7 +299,7 @@ def over_defaults(chosen: SamplingParams, named: Collection[str], defaults: Samp
 
 
 def sampling_sentence(sampling: SamplingParams) -> str:
-    """Returns a sentence with the values for the user."""
+    """Returns the settings in words, for the user."""
     if sampling.temperature == 0:
         return "greedy"
     parts = [f"temperature {sampling.temperature:g}"]
