@@ -1,1 +1,1 @@
-"""What is measured on first use of a pair on a machine, and cached: crash probe, costs, threads, watts, acceptance."""
+"""Measurements of a pair on this machine, made on first use and cached: costs, thread counts, watts, acceptance."""

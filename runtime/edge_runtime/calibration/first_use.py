@@ -1,7 +1,7 @@
-"""What a pair starts with on this machine: the costs of drafts and verifies, in seconds or joules, and the thread counts.
+"""What a session starts with on this machine: the costs of drafts and verifies, in seconds or joules, and the thread counts.
 
-Nothing is measured before the first token: a session takes the cached values, otherwise computed ones, and updates them from its rounds.
-Commands can have everything measured at once. Costs in joules need that, because the watts of a meter cannot be computed.
+A session measures nothing before its first token: it takes cached values, or else computed ones, and corrects them by its rounds. Commands
+can ask for measurements at once. Costs in joules need that, because the watts of a meter cannot be computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edge_runtime.interfaces import Drafter, Target
 COSTS = MeasuredValue(kind="costs", value_class=MeasuredCosts, doing="measuring what drafts cost on this machine")
 MAX_SECONDS = 2.0
 MIN_ROUNDS, MAX_ROUNDS = 3, 15
-# Text the rows are verified after.
+# Tokens of the text after which rows are verified.
 TEXT = 32
 
 
@@ -40,11 +40,11 @@ def measure_costs(
     max_seconds: float = MAX_SECONDS,
     report: Report = no_report,
 ) -> MeasuredCosts:
-    """Times a draft and then a verify, as in real rounds, of 1 to `max_rows` rows after a short text of one `token`.
+    """Times rounds, a draft and then a verify, of 1 to `max_rows` rows after a short text that repeats `token`.
 
-    After one pass to warm up, all row counts are measured at least MIN_ROUNDS times, and more often within `max_seconds` (see `steady`).
-    Without a drafter, or with one that drafts nothing here, the cost of drafting is negligible. Leaves the cache empty. `report` gets the
-    share of the work that is done.
+    A first pass warms up. Then all numbers of rows are timed at least MIN_ROUNDS times, and again until `max_seconds` are over; `steady`
+    combines the timings. Without a drafter, or with one that drafts nothing here, drafts get a negligible cost. Leaves the cache empty.
+    `report` gets the share of the work that is done.
     """
     longest = min(max_rows, target.context - 2, target.rewind_slack)
     begin_text(target, token, longest)
@@ -52,7 +52,7 @@ def measure_costs(
     drafted = [0] * longest
     for number in timed_rounds(MIN_ROUNDS, MAX_ROUNDS, max_seconds, clock=time.perf_counter, report=report):
         verified, drafts = [0.0] * longest, [0.0] * longest
-        # Alternating order, so that its effect on the CPU caches is shared by all row counts.
+        # The order alternates, so that its effect on the CPU's caches is the same for all numbers of rows.
         for rows in range(1, longest + 1) if number % 2 else range(longest, 0, -1):
             if target.length + longest > target.context:
                 begin_text(target, token, longest)
@@ -62,22 +62,22 @@ def measure_costs(
             middle = time.perf_counter()
             target.verify([token] * rows)
             verified[rows - 1], drafts[rows - 1] = time.perf_counter() - middle, middle - start
-            # One token stays, as in a round: a draft needs the hidden row of a token of the newest forward.
+            # One token is kept, as in a round, because a draft needs the hidden row of a token of the newest forward.
             target.rollback(target.length - rows + 1)
         rounds.append([*verified, *drafts])
     target.rollback(0)
     figures = steady(rounds[1:])
     verify = figures[:longest]
-    while len(verify) < MAX_ROWS:  # one request has no room for more rows, several requests may have
+    while len(verify) < MAX_ROWS:  # one request cannot have more rows here, but several requests together may
         verify.append(extrapolated(verify))
     overhead, step = overhead_and_step(drafted, figures[longest:])
     return MeasuredCosts(verify=tuple(verify), step=step, overhead=overhead)
 
 
 def timed_rounds(min_rounds: int, max_rounds: int, max_seconds: float, *, clock: Callable[[], float], report: Report) -> Iterator[int]:
-    """Counts rounds from 0, which warms up: at least `min_rounds` and at most `max_rounds` more, until `max_seconds` are over.
+    """Yields the numbers of rounds, until `max_seconds` are over. `report` gets the share that is done.
 
-    `report` gets the share that is done.
+    Round 0 warms up; at least `min_rounds` and at most `max_rounds` rounds follow.
     """
     begin = clock()
     for number in range(max_rounds + 1):
@@ -89,14 +89,17 @@ def timed_rounds(min_rounds: int, max_rounds: int, max_seconds: float, *, clock:
 
 
 def begin_text(target: Target, token: int, longest: int) -> None:
-    """Fills the cache with TEXT tokens, or as many as leave room for a verify, so that a draft can follow."""
+    """Fills the cache with TEXT tokens, or fewer if a verify of `longest` rows needs the room, so that a draft can follow."""
     target.rollback(0)
     target.prefill([token] * max(0, min(TEXT, target.context - longest - 2) - 1))
     target.verify([token])
 
 
 def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns the fixed overhead of a draft and the cost per token: a least-squares line through drafts of several lengths."""
+    """Returns the fixed overhead of a draft and the cost per token, by a least-squares line through drafts of several lengths.
+
+    `drafted` are the numbers of tokens, `seconds` the times.
+    """
     made = [(count, times) for count, times in zip(drafted, seconds, strict=True) if count]
     if not made:
         return 0.0, MIN_SECONDS
@@ -113,24 +116,25 @@ def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple
 def steady(rounds: Sequence[Sequence[float]]) -> list[float]:
     """Returns a figure for each column of the rounds: the median of its share of a round, times the shortest round.
 
-    The speed of a machine varies by more than the figures differ, but it affects all figures of a round alike.
+    Between rounds, the speed of a machine varies by more than the figures differ. It affects all figures of a round alike, so shares of a
+    round are more reliable than seconds.
     """
     totals = [sum(figures) for figures in rounds]
     shares = zip(*([figure / total for figure in figures] for figures, total in zip(rounds, totals, strict=True)), strict=True)
     return [statistics.median(share) * min(totals) for share in shares]
 
 
-# More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the wake-up time of a thread, and
-# the slowest core of a team delays the others.
+# Thread counts. More threads are not always faster: batches of one row wait for memory, a draft step is shorter than the time that a thread
+# takes to wake up, and the slowest core delays the others.
 
 MAX_THREAD_SECONDS = 2.0
 MIN_THREAD_ROUNDS, MAX_THREAD_ROUNDS = 2, 9
-# Timed work: tokens of the prefill, rows of each verify, tokens of the draft.
+# The timed work: tokens of the prefill, rows of each verify, tokens of the draft.
 PREFILL, VERIFIES, DRAFTS = 16, (1, 4), 3
-# More threads are used only if the time falls below this share: fewer leave the machine to other programs and draw less power.
+# More threads are used only if the time falls below this share, because they take cores from other programs and draw more power.
 WORTH = 0.97
 MAX_PHASE_SECONDS = 3600.0
-# Threads of a draft where none was measured: its steps are short.
+# Threads of a draft if nothing was measured; few, because its steps are short.
 USUAL_DRAFT = 2
 Phase = Literal["prefill", "verify", "draft"]
 PHASES: tuple[Phase, ...] = ("prefill", "verify", "draft")
@@ -138,7 +142,7 @@ PHASES: tuple[Phase, ...] = ("prefill", "verify", "draft")
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadCounts:
-    """Threads of each phase, each at least 1; plain decoding runs on those of verify."""
+    """The number of threads of each phase, at least 1. Plain decoding uses that of verify."""
 
     prefill: int
     verify: int
@@ -146,7 +150,7 @@ class ThreadCounts:
 
     @classmethod
     def same(cls, threads: int) -> ThreadCounts:
-        """The same number for all phases."""
+        """Returns the same number for all phases."""
         return cls(prefill=threads, verify=threads, draft=threads)
 
     @property
@@ -156,7 +160,7 @@ class ThreadCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadTimes:
-    """Seconds of each phase by number of threads. Raises ValueError for times that are negative or longer than MAX_PHASE_SECONDS."""
+    """The seconds of each phase, by number of threads. Raises ValueError for times that are negative or longer than MAX_PHASE_SECONDS."""
 
     seconds: Mapping[Phase, Mapping[int, float]]
 
@@ -165,19 +169,19 @@ class ThreadTimes:
             raise ValueError(f"{self.seconds!r} are not the seconds of phases")
 
     def best(self) -> ThreadCounts:
-        """Returns for each phase the fewest threads that are about as fast as the fastest number."""
+        """Returns for each phase the smallest number of threads that is nearly as fast as the fastest number."""
         prefill, verify, draft = (_fewest(self.seconds[phase]) for phase in PHASES)
         return ThreadCounts(prefill=prefill, verify=verify, draft=draft)
 
     def combined(self, other: ThreadTimes) -> ThreadTimes:
-        """Returns the smaller of each figure: other processes disturb a measurement only now and then."""
+        """Returns the minimum of each figure, since other processes can only make a measurement slower."""
         seconds = {
             phase: {n: min(seconds, other.seconds[phase].get(n, seconds)) for n, seconds in self.seconds[phase].items()} for phase in PHASES
         }
         return ThreadTimes(seconds=seconds)
 
     def are_of(self, candidates: Mapping[Phase, Sequence[int]]) -> bool:
-        """Whether exactly these numbers were timed."""
+        """Whether exactly these numbers of threads were timed."""
         return {phase: [*times] for phase, times in self.seconds.items()} == {phase: [*numbers] for phase, numbers in candidates.items()}
 
 
@@ -185,7 +189,10 @@ THREADS = MeasuredValue(kind="threads", value_class=ThreadTimes, doing="finding 
 
 
 def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
-    """Returns the thread counts to try on cores grouped by speed: complete clusters, half of all and all; for drafts also 1, 2 and 4."""
+    """Returns the thread counts to try on cores that are grouped by speed, the fastest group first.
+
+    They are: all cores of the fastest groups, one to all groups; half of all cores; and for drafts also 1, 2 and 4.
+    """
     sums = list(accumulate(map(len, groups)))
     total = sums[-1]
     forwards = sorted({max(1, total // 2), *sums})
@@ -193,7 +200,7 @@ def candidates(groups: Sequence[Sequence[int]]) -> dict[Phase, list[int]]:
 
 
 def usual_threads(groups: Sequence[Sequence[int]]) -> ThreadCounts:
-    """Returns the default counts where none was measured: all cores but the slowest cluster, if that leaves two; few for a draft."""
+    """Returns the counts to use if none were measured: all cores except the slowest group, if at least two are left; few for a draft."""
     sums = list(accumulate(map(len, groups)))
     forward = sums[-2] if len(sums) > 1 and sums[-2] > 1 else sums[-1]
     return ThreadCounts(prefill=forward, verify=forward, draft=min(USUAL_DRAFT, forward))
@@ -209,10 +216,10 @@ def measure_threads(
     clock: Callable[[], float] = time.perf_counter,
     report: Report = no_report,
 ) -> ThreadTimes:
-    """Times each phase with each number of `candidates`, in turn; leaves the cache empty. `use` sets the thread counts of the pair.
+    """Times each phase with each number of threads in `candidates`; leaves the cache empty. `use` sets the thread counts of the pair.
 
-    The first round warms up; of the others, at least MIN_THREAD_ROUNDS, the lower quartile counts: other processes only add time.
-    `report` gets the share of the work that is done.
+    The first round warms up. The lower quartile over the others, at least MIN_THREAD_ROUNDS, is the result, because other processes only
+    add time. `report` gets the share of the work that is done.
     """
     counts = sorted({n for numbers in candidates.values() for n in numbers})
     timings: dict[tuple[Phase, int], list[float]] = {}
@@ -230,7 +237,7 @@ def measure_threads(
 def _timed(
     target: Target, drafter: Drafter | None, token: int, clock: Callable[[], float], phases: Collection[Phase]
 ) -> Iterator[tuple[Phase, float]]:
-    """Yields the seconds of each of these phases after an empty cache."""
+    """Yields these phases with their seconds, starting from an empty cache."""
     target.rollback(0)
     start = clock()
     target.prefill([token] * PREFILL)
@@ -242,7 +249,7 @@ def _timed(
             target.verify([token] * rows)
         yield "verify", clock() - start
     if "draft" in phases:
-        target.verify([token])  # a draft follows a row of the newest forward
+        target.verify([token])  # gives the hidden row that a draft needs
         start = clock()
         if drafter is not None:
             drafter.draft(token, DRAFTS)
@@ -256,7 +263,10 @@ def _fewest(seconds: Mapping[int, float]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPair:
-    """An opened pair, a token to fill texts with, the most rows of a verify, and `facts`, everything its speed depends on."""
+    """An opened pair to measure.
+
+    `token` fills test texts, `rows` is the most rows of a verify, and `facts` are everything that the speed depends on besides the CPU.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -273,10 +283,11 @@ class MeasuredPair:
 
 
 class PairCosts:
-    """The costs of a pair on this machine, for all requests of a session, and what their rounds taught.
+    """The costs of a pair on this machine, which all requests of a session share and correct by their rounds.
 
-    `computed` are those by the pair's sizes. With `measure` they are measured where no measured ones are kept, in about two seconds. Costs
-    are seconds, or joules if the objective is energy; a meter measures its watts first. Measuring empties the KV cache.
+    `computed` are the costs that follow from the pair's sizes. With `measure`, costs are measured unless measured ones are cached, which
+    takes about two seconds. Costs are in seconds, or in joules if the objective is energy; then `power` measures the watts if it is a
+    meter. Measuring empties the KV cache.
     """
 
     def __init__(
@@ -296,19 +307,22 @@ class PairCosts:
         self._load = LoadWatch()
 
     def __call__(self) -> Costs:
-        """Returns the costs, which all calls share."""
+        """Returns the costs; all calls return the same object."""
         if self._costs is None:
             self._costs = self._first()
         return self._costs
 
     def keep(self) -> None:
-        """Caches the costs learned from rounds, unless measured ones are cached; provisional until a quiet machine timed all row counts."""
+        """Caches the costs that rounds taught, unless measured ones are cached.
+
+        They are provisional until all numbers of rows have enough timings of a quiet machine.
+        """
         learned = None if self._curve is None else self._curve.learned()
         if learned is None or ((known := COSTS.known(self._pair.key)) is not None and not known.provisional):
             return
         busy = self._load.load().is_busy
         settled = min(learned.timings[: self._pair.rows]) >= SETTLED and not busy
-        # Timings of a busy machine are not final: a quiet one has to time each number of rows itself.
+        # On a busy machine, no number of rows may count as settled, so that each is timed again on a quiet one.
         timings = () if settled else tuple(min(count, SETTLED - 1) for count in learned.timings) if busy else learned.timings
         COSTS.keep(self._pair.key, replace(learned, timings=timings), self._notify, provisional=not settled)
 
@@ -320,7 +334,7 @@ class PairCosts:
         if known is None:
             curve = CostCurve(self._computed)
         elif known.provisional:
-            # What a probe gave on a busy machine counts as one timing of each number of rows.
+            # The result of a probe on a busy machine counts as a single timing of each number of rows.
             curve = CostCurve(self._computed, known.value if known.value.timings else replace(known.value, timings=(1,) * MAX_ROWS))
         else:
             curve = CostCurve(known.value)
@@ -337,9 +351,9 @@ class PairCosts:
 
 
 def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]) -> ThreadCounts:
-    """Sets the cached thread counts, or the usual ones for such processors if none are cached; measures nothing.
+    """Sets and returns the cached thread counts, or the default ones if none are cached; measures nothing.
 
-    Where cores differ, the process is pinned to the fastest from then on.
+    If cores differ in speed, the process is pinned to the fastest ones from then on.
     """
     groups = processor_groups()
     known = THREADS.known(pair.key, fits=lambda known: known.are_of(candidates(groups)))
@@ -350,9 +364,9 @@ def kept_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None]
 
 
 def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, waiting: Waiting) -> ThreadCounts:
-    """Sets the thread counts; the first calls measure the best ones, in about two seconds.
+    """Sets and returns the best thread counts. They are cached; the first uses measure them, in about two seconds.
 
-    Where cores differ, the process is pinned to the fastest from then on. Measuring empties the KV cache.
+    If cores differ in speed, the process is pinned to the fastest ones from then on. Measuring empties the KV cache.
     """
     groups = processor_groups()
     if sum(map(len, groups)) == 1:
@@ -378,6 +392,6 @@ def measured_threads(pair: MeasuredPair, set_threads: Callable[[ThreadCounts], N
 def on_best_threads(
     pair: MeasuredPair, set_threads: Callable[[ThreadCounts], None], notify: Notify, *, measure: bool, waiting: Waiting
 ) -> MeasuredPair:
-    """Sets the cached thread counts, or measures the best ones with `measure`; returns the pair with the counts among its facts."""
+    """Sets the thread counts, with `measure` by `measured_threads`, else by `kept_threads`; returns the pair with them among its facts."""
     threads = measured_threads(pair, set_threads, notify, waiting=waiting) if measure else kept_threads(pair, set_threads)
     return replace(pair, facts=(*pair.facts, threads))

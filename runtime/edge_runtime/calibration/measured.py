@@ -1,7 +1,7 @@
-"""Values that are measured on the first use of a bundle on a machine, and cached in one file.
+"""Values that are measured on the first uses of a bundle on a machine, and cached in one file.
 
-The load of a machine changes, so each of the first measurements counts. A value that other programs disturbed is provisional: it is used at
-once and by the next starts, none of which measures again because of load alone, and it is measured again later, when the machine is quiet.
+Because the load of a machine changes, the first few uses measure a value and combine the results. A value that was measured while other
+programs kept the machine busy is provisional: it is cached and used, and measured again later, when the machine is quiet.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel
 
 CACHE_NAME = "measured.json"
-# Measurements that are combined.
+# How many measurements are combined.
 TIMES = 3
-# For so long a provisional value is not measured anew, even if the machine is quiet right before.
+# A provisional value is not measured again before this time, even if the machine looks quiet.
 RETRY_SECONDS = 600.0
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Known(Generic[T]):
-    """An entry of the file: a value, how many first uses measured it, when (seconds since 1970), and whether load disturbed it."""
+    """An entry of the file: a value, how many times it was measured, when last (seconds since 1970), and whether load disturbed it."""
 
     value: T
     times: int
@@ -41,15 +41,16 @@ class Known(Generic[T]):
     provisional: bool
 
     def is_due(self, times: int) -> bool:
-        """Whether the value is to be measured again if the machine is quiet."""
+        """Whether the value should be measured again if the machine is quiet."""
         return abs(time.time() - self.measured_at) > RETRY_SECONDS if self.provisional else self.times < times
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredValue(Generic[T]):
-    """A kind of value: the name of its entries, its dataclass, and what a command shows while it is measured on the first `times` uses.
+    """A kind of value that is measured on the first `times` uses.
 
-    The dataclass raises ValueError or an EdgeError for impossible values. `disturbed_by_load`: whether load may have changed a value.
+    `kind` names its entries in the file; `value_class` is its dataclass, which raises ValueError or an EdgeError for impossible values;
+    `doing` is what a command shows meanwhile. `disturbed_by_load` says whether load can have changed a value.
     """
 
     kind: str
@@ -67,10 +68,10 @@ class MeasuredValue(Generic[T]):
         waiting: Waiting = silent_wait,
         fits: Callable[[T], bool] = lambda _: True,
     ) -> T:
-        """Returns the cached value, or the result of `measure`, which gets the cached value, if any, to combine its own with.
+        """Returns the cached value, or the result of `measure`, which gets a sound cached value to combine its own with, if there is one.
 
-        Measures if no cached value fits. A cached value is measured again only on a quiet machine, if it was measured too few times
-        or was disturbed a while ago. A disturbed measurement does not replace a sound value; it is used once.
+        `measure` is called if there is no cached value that fits. It is also called on a quiet machine if the cached value was measured
+        too few times, or is provisional and old enough. A disturbed result does not replace a sound value; it is used once.
         """
         known = self.known(key, fits)
         if known is not None and not known.is_due(self.times):
@@ -91,12 +92,12 @@ class MeasuredValue(Generic[T]):
         return value
 
     def known(self, key: str, fits: Callable[[T], bool] = lambda _: True) -> Known[T] | None:
-        """Returns the entry of `key` whatever its age, None without one that can be read and fits; measures nothing."""
+        """Returns the entry of `key`, no matter how old; None if there is none that can be read and fits. Measures nothing."""
         known = self._known(read_entries(cache_file()).get(f"{self.kind} {key}"))
         return known if known is not None and fits(known.value) else None
 
     def keep(self, key: str, value: T, notify: Notify, *, times: int = 1, provisional: bool = False) -> None:
-        """Keeps a value. If the file cannot be written, `notify` gets a sentence."""
+        """Caches a value. If the file cannot be written, `notify` gets a sentence."""
         known = Known(value=value, times=times, measured_at=time.time(), provisional=provisional)
         error = cache_put(cache_file(), f"{self.kind} {key}", to_json(known))
         if error is not None:
@@ -104,7 +105,7 @@ class MeasuredValue(Generic[T]):
             notify(f"What is measured on first use could not be kept in {place}.")
 
     def kept(self, path: Path | None = None) -> Iterator[tuple[str, T]]:
-        """Yields keys and values of the file, the newest last, also those of other machines; skips damaged ones."""
+        """Yields the keys and values in the file, the newest last, including those of other machines; skips damaged ones."""
         for name, data in read_entries(path or cache_file()).items():
             kind, _, key = name.partition(" ")
             known = self._known(data) if kind == self.kind else None
@@ -122,12 +123,12 @@ class MeasuredValue(Generic[T]):
 
 
 def cache_file() -> Path:
-    """Returns the path of the one file: measured.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
+    """Returns the path of the file: measured.json in $EDGE_MTP_CACHE, or in ~/.cache/edge-mtp."""
     return cache_folder() / CACHE_NAME
 
 
 def without_repeats(notify: Notify) -> Notify:
-    """Returns `notify` without sentences that came before, or that differ from such a one by what is in brackets at the end."""
+    """Returns `notify` without repeated sentences. Sentences that differ only in the brackets at their end count as the same."""
     passed: set[str] = set()
 
     def notify_once(sentence: str) -> None:
@@ -140,26 +141,26 @@ def without_repeats(notify: Notify) -> Notify:
 
 
 def exported_counts(manifest: Manifest, parity: object) -> object:
-    """Returns the counts of drafts in a bundle: those that came with the pair, else those that the export noted in `parity`; else None."""
+    """Returns the bundle's acceptance counts: those in the manifest, else those that the export recorded in `parity`, else None."""
     drafts = parity.get("drafts") if isinstance(parity, dict) else None
     return manifest.acceptance or (drafts.get("confidence") if isinstance(drafts, dict) else None)
 
 
 class AcceptanceCache:
-    """The cached counts of one pair and drafter, shared by all sessions on it. `facts` identify the pair and drafter."""
+    """The cached acceptance counts of a pair and drafter, which `facts` identify; all its sessions share them."""
 
     def __init__(self, facts: Sequence[object], exported: object = None) -> None:
-        """`exported` are the counts in the bundle, where the first use begins."""
+        """`exported` are the counts in the bundle, from which the first use starts."""
         self._exported = exported
         self._path, self._name = cache_file(), f"drafts {entry_key([*map(str, facts)])}"
 
     @cached_property
     def model(self) -> AcceptanceModel:
-        """The model of all earlier uses. If its counts are missing or damaged, the model of the exported counts, or the prior."""
+        """The model with the counts of all earlier uses. If they are missing or damaged, it has the exported counts, or the prior."""
         cached = AcceptanceModel.from_json(read_entries(self._path).get(self._name))
         return cached or AcceptanceModel.from_json(self._exported, EXPORTED_WEIGHT) or AcceptanceModel()
 
     def save(self) -> None:
-        """Caches what was learned; if the file cannot be written, the next use learns again."""
+        """Caches what was learned. If the file cannot be written, the next use learns it again."""
         if "model" in self.__dict__ and self.model.observed:
             cache_put(self._path, self._name, self.model.to_json())

@@ -1,4 +1,4 @@
-"""Measures the power of each phase in loops of that phase alone, and caches it. For commands, since it reads a meter."""
+"""Measures the power of each phase by repeating that phase alone, and caches it. Only commands use it, since it reads a meter."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from edge_runtime.errors import RequestError
 from edge_runtime.interfaces import Drafter, Target
 
 WATTS = MeasuredValue(kind="power", value_class=PhasePower, doing="measuring the power of each phase", times=1)
-# Rows of the forwards whose power is measured; between them it is taken for linear. A processor is the busier the more rows there are.
+# The numbers of rows whose power is measured; between them it is interpolated. More rows keep more of a processor busy.
 ROWS = (1, 2, 4, 8, 13)
-VERIFY_ROWS = 4  # of the verify whose power stands for all where no number of rows is known
-STEPS = 3  # of a draft
-ROOM = 1.1  # measuring window / the shortest window that gives a figure
+VERIFY_ROWS = 4  # rows of the verify whose power is used where the number of rows is unknown
+STEPS = 3  # tokens of a draft
+ROOM = 1.1  # length of a measurement, relative to the shortest one that gives a figure
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerProbe:
-    """Calibrates with one meter; `notify` gets a sentence with the duration. Implements `energy_objective.PowerSource`.
+    """Measures with one meter; `notify` gets a sentence with the duration. Implements `energy_objective.PowerSource`.
 
-    A meter measures other programs too: watts of a busy machine are provisional.
+    A meter measures other programs too, so watts of a busy machine are provisional.
     """
 
     system: System
@@ -40,16 +40,16 @@ class PowerProbe:
 
     @property
     def name(self) -> str:
-        """Meter and scope."""
+        """The names of the meter and of its scope."""
         return f"{self.meter.facts.name} {self.meter.facts.scope}"
 
     @property
     def window_s(self) -> float:
-        """Seconds of one measurement."""
+        """The seconds of one measurement."""
         return ROOM * Characteristics.expected(self.meter.facts).shortest_window_s
 
     def phases(self, target: Target, drafter: Drafter | None, token: int, max_rows: int, key: str) -> PhasePower:
-        """Returns the watts cached under `key` for this meter, or measures them; empties the KV cache. Raises RequestError."""
+        """Returns the watts that are cached under `key` for this meter, or measures them. See `PowerSource.phases`."""
 
         def measure(report: Report, _: object) -> PhasePower:
             return self._measure(target, drafter, token, max_rows, report)
@@ -77,13 +77,13 @@ class PowerProbe:
         for done, rows in enumerate(widths):
             by_rows[rows] = self._watts(partial(forward, rows))
             report((done + 1) / loops)
-        target.verify([token])  # a draft follows a row of the newest forward
+        target.verify([token])  # gives the hidden row that a draft needs
         drafting = self._watts(draft)
         target.rollback(0)
         return PhasePower(draft=drafting, verify=by_rows[min(VERIFY_ROWS, longest)], plain=by_rows[widths[0]], by_rows=by_rows)
 
     def _watts(self, work: Callable[[], object]) -> float:
-        """Repeats `work` for a window of the meter; returns the mean power. Raises RequestError without a figure."""
+        """Repeats `work` for one measurement; returns the mean power. Raises RequestError if the meter gives no figure."""
         with EnergyWatch(self.system, self.meter) as watch:
             begin = self.system.clock()
             while self.system.clock() - begin < self.window_s:

@@ -1,1 +1,1 @@
-"""The YAML configuration and the settings it resolves to."""
+"""The YAML configuration, and the settings that result from it."""

@@ -1,6 +1,6 @@
 """The `speculative_decoding:` block: its keys, and how one layer of configuration overrides another. Every key: docs/configuration.md.
 
-None means that a key is not set: a lower layer decides, and in the end the defaults.
+A key that is None is not set in its layer: a lower layer decides, the lowest being the defaults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_TEXT = 4096
 
 @dataclass(frozen=True)
 class Check:
-    """Accepts the values for which `is_valid` is true; `advice` ends the message about any other."""
+    """Accepts the values for which `is_valid` is true; `advice` is the end of the message about any other value."""
 
     is_valid: Callable[[Any], bool]
     advice: str
@@ -48,22 +48,22 @@ def number(low: float, high: float) -> Check:
 
 
 def one_of(*choices: str) -> Check:
-    """Accepts one of some words."""
+    """Accepts one of these words."""
     return Check(
         lambda value: type(value) is str and value in choices, f"; {'choose one of' if choices[1:] else 'write'} {', '.join(choices)}"
     )
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a message quotes it, at most 40 characters of it."""
-    # Python refuses to print an integer of thousands of digits.
+    """Returns a value for a message, cut to 40 characters."""
+    # Python refuses to print an integer with thousands of digits.
     if type(value) is int and abs(value) >= 10**39:
         return "a number of 40 digits or more"
     return {None: "null", True: "true", False: "false"}[value] if value is None or type(value) is bool else repr(value)[:40]
 
 
 def bytes_of(value: int | str) -> int:
-    """Returns the bytes of a value that SIZE accepts: GB are powers of 1000, GiB of 1024."""
+    """Returns the number of bytes of a value that SIZE accepts: a GB is 1000^3 bytes, a GiB 1024^3."""
     if isinstance(value, int):
         return value
     match = _SIZE.fullmatch(value)
@@ -90,12 +90,12 @@ BLOCK = "speculative_decoding"
 OBJECTIVES = ("time", "energy")
 PRESET_NAMES = ("code", "chat", "edge", "batch")
 MAX_CONTEXT = 1 << 24
-# In this order.
+# These draft lengths must ascend in this order.
 _LENGTHS = ("min_horizon", "draft_length", "max_horizon", "longest_draft")
 
 
 def _key(check: Callable[[str, Any], None], comment: str, *flags: str, **option: Any) -> Any:
-    """Returns the field of an optional key; `comment` describes it in a written file. Other arguments declare an option of commands."""
+    """Returns the field of an optional key. `comment` describes it in a written file; other arguments make it an option of commands."""
     return field(default=None, metadata={"check": check, "comment": comment} | (declaration(*flags, **option) if option else {}))
 
 
@@ -112,7 +112,7 @@ class Section:
                 each.metadata["check"](f"{BLOCK}.{self.name}.{each.name}", value)
 
     def over(self, lower: Self) -> Self:
-        """Returns this section; keys that are not set take the values of `lower`."""
+        """Returns this section, in which keys that are not set take the values of `lower`."""
         return dataclasses.replace(lower, **{name: value for name, value in vars(self).items() if value is not None})
 
 
@@ -151,7 +151,7 @@ class CacheConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TuningConfig(Section):
-    """How many tokens to draft. Raises ConfigError too if the draft lengths are not in order."""
+    """How many tokens to draft. Also raises ConfigError if the draft lengths are not in order."""
 
     name = "tuning"
     preset: str | None = _key(one_of(*PRESET_NAMES), "code, chat, edge or batch; the values of this file override those of the preset")
@@ -196,11 +196,15 @@ class TuningConfig(Section):
 
     @property
     def lengths(self) -> list[int]:
-        """The draft lengths of the policy that are set."""
+        """The policy's draft lengths that are set."""
         return [value for value in (self.min_horizon, self.draft_length, self.max_horizon) if value is not None]
 
     def over(self, lower: Self) -> Self:
-        """Returns this section over `lower`, whose draft lengths are put inside this one's range, and its range around these."""
+        """Returns this section over `lower`.
+
+        Draft lengths of `lower` that conflict with this section's are changed: the first length is moved into this section's range, and the
+        bounds are widened or narrowed to fit.
+        """
         room = MAX_DRAFT_LENGTH if self.longest_draft is None else self.longest_draft
         longest_allowed = room if self.max_horizon is None else min(room, self.max_horizon)
         shortest, first, longest, longest_draft = lower.min_horizon, lower.draft_length, lower.max_horizon, lower.longest_draft
@@ -226,7 +230,7 @@ class StreamingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """One layer of configuration: the block, in which any key may be unset."""
+    """One layer of configuration: the whole block, in which any key may be unset."""
 
     drafter: DrafterConfig = DrafterConfig()
     verifier: VerifierConfig = VerifierConfig()
@@ -235,7 +239,7 @@ class SpeculativeConfig:
     streaming: StreamingConfig = StreamingConfig()
 
     def over(self, lower: SpeculativeConfig) -> SpeculativeConfig:
-        """Returns this layer over `lower`: keys set here win, and `lower`'s draft lengths are adapted to them where needed."""
+        """Returns this layer over `lower`: keys that are set here win, and draft lengths of `lower` are adapted to them if needed."""
         return SpeculativeConfig(**{name: getattr(self, name).over(getattr(lower, name)) for name in SECTIONS})
 
 
@@ -243,7 +247,7 @@ SECTIONS: dict[str, type[Section]] = {
     kind.name: kind for kind in (DrafterConfig, VerifierConfig, CacheConfig, TuningConfig, StreamingConfig)
 }
 
-# Keys of older files: what such a value means now, as section, key and value. Nothing: it had one legal value.
+# Keys of older files, each with a function that returns the section, key and value that mean the same now; None if the key has no effect.
 OLD_KEYS: dict[tuple[str, str], Callable[[Any], tuple[str, str, Any] | None]] = {
     ("tuning", "initial_horizon"): lambda value: ("tuning", "draft_length", value),
     ("verifier", "parallel_batch_size"): lambda value: ("tuning", "longest_draft", value - 1 if type(value) is int else value),

@@ -1,6 +1,6 @@
-"""The settings of a session: read from a YAML file, which is untrusted, resolved in layers and checked against the bundle.
+"""The settings of a session: read from an untrusted YAML file, resolved from layers, and checked against the bundle.
 
-The only module that imports yaml.
+No other module imports yaml.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from edge_runtime.errors import BundleError, ConfigError
 
 CONFIG_NAME = "config.yaml"
 MAX_CONFIG_BYTES = 64 << 10
-# The block has three levels, and values.
+# More than a configuration needs, which has three levels and values.
 _MAX_DEPTH = 9
 _TITLE = (
     "# Run settings of this bundle; edit them freely. Remove a key, or write null, for the default.\n"
@@ -46,9 +46,9 @@ _TITLE = (
 
 
 def read_config(path: Path | str, *, of_bundle: bool = False) -> SpeculativeConfig:
-    """Reads a file with a `speculative_decoding:` block. Raises ConfigError with the file, the place, the value and what to do.
+    """Reads a file with a `speculative_decoding:` block. Raises ConfigError, which states the file, the place, the value and what to do.
 
-    No symbolic link is followed where it is a file `of_bundle`: an untrusted bundle must not get another file read and quoted.
+    If `of_bundle`, symbolic links are not followed: an untrusted bundle must not make us read and quote another file.
     """
     path = Path(path)
     if not of_bundle and not path.is_file():
@@ -72,7 +72,7 @@ def parse_config(text: str, where: str) -> SpeculativeConfig:
 
 
 def config_text(config: SpeculativeConfig) -> str:
-    """Returns the text of a file with exactly this configuration and a comment on every key; ASCII, ends in a newline."""
+    """Returns the text of a file with this configuration and a comment on every key; ASCII, ends with a newline."""
     lines = [_TITLE, f"{BLOCK}:\n"]
     for name in SECTIONS:
         section = getattr(config, name)
@@ -83,7 +83,7 @@ def config_text(config: SpeculativeConfig) -> str:
 
 
 def _renamed(sections: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the sections with the keys of older files as they are called now."""
+    """Returns the sections, with keys of older files replaced by their current names."""
     renamed = {name: dict(section) if isinstance(section, dict) else section for name, section in sections.items()}
     for (name, key), now in OLD_KEYS.items():
         section = renamed.get(name)
@@ -118,7 +118,7 @@ def _known(data: Any, keys: set[str], where: str, place: str) -> dict[str, Any]:
 
 
 def _advice(key: str, keys: set[str], place: str) -> str:
-    """Names the right section of a key in the wrong one, or the most similar key of this section."""
+    """Returns advice about an unknown key: the section that it belongs to, or the most similar key of this section."""
     homes = [f"{BLOCK}.{name}" for name, kind in SECTIONS.items() if key in {each.name for each in dataclasses.fields(kind)}]
     if key == BLOCK or key in SECTIONS or homes:
         return f"it belongs under {homes[0] if homes else 'the top of the file' if key == BLOCK else BLOCK}"
@@ -131,7 +131,9 @@ def _name(key: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses what a configuration does not need: aliases, which can make a small file huge, tags, deep nesting, merges, repeated keys."""
+    """A YAML loader without what no configuration needs: aliases (which can make a small file huge), tags, deep nesting, merges, and
+    repeated keys.
+    """
 
     def __init__(self, text: str, where: str) -> None:
         super().__init__(text)
@@ -171,7 +173,7 @@ def _load(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} is not YAML ({' '.join(str(error).split())[:200]}); correct it") from error
     except (ValueError, OverflowError, RecursionError) as error:
-        # An integer of thousands of digits, or an impossible date.
+        # For example an integer with thousands of digits, or an impossible date.
         raise ConfigError(f"{where} has a value that cannot be read ({str(error)[:80]}); correct it") from error
 
 
@@ -198,7 +200,7 @@ def preset_of(name: str) -> SpeculativeConfig:
 
 
 def expanded(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Returns the configuration over the preset that it names, if any."""
+    """Returns the configuration, layered over the preset that it names, if any."""
     name = config.tuning.preset
     return config if name is None else config.over(PRESETS[name])
 
@@ -210,10 +212,11 @@ WINDOW_TOKENS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Every setting with its value. `drafter` and `max_candidates` None: the kind that the backend takes, the head's own number.
+    """The final value of every setting.
 
-    `longest_draft` bounds any draft; `draft_length`, the first, `shortest` and `longest` are those of the policy; `window` is in drafted
-    tokens; `memory_limit` in bytes, None for no limit.
+    `drafter` None takes the backend's default kind, `max_candidates` None the number in the head. `longest_draft` limits every draft;
+    `draft_length` (the first), `shortest` and `longest` belong to the policy. `window` is in drafted tokens, `memory_limit` in bytes (None:
+    no limit).
     """
 
     context: int
@@ -236,11 +239,11 @@ class Settings:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether the policy weighs drafts by measured costs (`Session.profit`)."""
+        """Whether the policy weighs drafts by their costs (`Session.profit`)."""
         return policy_kind(self.policy).needs_costs
 
     def new_policy(self) -> DraftLengthPolicy:
-        """Returns a policy for one request that needs no costs: the configured one, or its replacement without costs."""
+        """Returns a policy for one request: the configured one, or its fallback if that needs costs."""
         options = PolicyOptions(
             first=self.draft_length,
             shortest=max(self.shortest, 1),
@@ -256,7 +259,7 @@ class Settings:
 
 
 def defaults(runtime: RuntimeSettings) -> SpeculativeConfig:
-    """Returns the lowest layer: the manifest's recommendation and the defaults. Raises ConfigError if the former is out of range."""
+    """Returns the lowest layer: the manifest's recommendations, then the defaults. Raises ConfigError if a recommendation is invalid."""
     first = runtime.draft_length
     return SpeculativeConfig(
         cache=CacheConfig(max_context_length=runtime.context, kv_type="f16", overflow="drop_oldest"),
@@ -283,9 +286,9 @@ def load_settings(
     context: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Settings:
-    """Resolves the layers: `context` over `config` (or the file of that name), over the preset, over the bundle's config.yaml.
+    """Resolves the layers. From the highest: `context`, `config` (or the file of that name), the preset, the bundle's config.yaml.
 
-    `notify` gets a sentence if a preset is meant for another target. Raises ConfigError and BundleError.
+    `notify` gets a sentence if the preset is meant for another target. Raises ConfigError and BundleError.
     """
     layers = [SpeculativeConfig(cache=CacheConfig(max_context_length=context))]
     if config is not None:
@@ -301,10 +304,10 @@ def load_settings(
 
 
 def resolve_settings(layers: Iterable[SpeculativeConfig], bundle: Bundle) -> Settings:
-    """Resolves `layers`, the highest first, over the bundle's recommendation and the defaults.
+    """Resolves `layers`, the highest first, over the bundle's recommendations and the defaults.
 
-    Raises ConfigError if they name other models or quantizations than the bundle's, BundleError if the bundle's recommendation is out
-    of range.
+    Raises ConfigError if they name other models or quantizations than the bundle has, BundleError if a recommendation of the bundle is
+    invalid.
     """
     with errors_as(BundleError, f"{bundle.folder}: the manifest recommends invalid settings", "export it again", ConfigError):
         lowest = defaults(bundle.manifest.runtime)
@@ -338,7 +341,7 @@ def _required(value: T | None) -> T:
 
 
 def _check_files(config: SpeculativeConfig, bundle: Bundle) -> None:
-    """Raises ConfigError where the configuration describes another model or quantization than the bundle holds."""
+    """Raises ConfigError if the configuration names another model or quantization than the bundle has."""
     for section, role in ((config.verifier, "target"), (config.drafter, "drafter")):
         source = bundle.manifest.sources.get(role)
         if section.model is not None and source is not None and PurePath(section.model).name != PurePath(source.origin).name:
