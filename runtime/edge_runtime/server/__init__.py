@@ -1,1 +1,1 @@
-"""`edge-run serve BUNDLE`: the OpenAI API over HTTP. Nothing here is imported by the rest of the runtime, but for the command."""
+"""`edge-run serve BUNDLE`: the OpenAI API over HTTP. Only the command imports it; the rest of the runtime does not."""

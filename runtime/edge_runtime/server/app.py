@@ -32,15 +32,15 @@ from edge_runtime.server.streaming import ClientDisconnected, PendingResponse, c
 from edge_runtime.session.monitor import CONTENT_TYPE, Monitor, exposition, gauge
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's code, for logs only: the client no longer reads it
-# A client that does not read has so much of a whole answer taken by its connection, and no more.
+# A whole answer is sent in parts of this size: the connection of a client that does not read buffers one part, not the answer.
 _PART_BYTES = 1 << 16
-# Sentences about fields and tools that were left out, each of which is printed once.
+# The most different sentences about ignored fields and tools that are printed. Each is printed once.
 _MOST_SENTENCES = 256
 Read = TypeVar("Read")
 
 
 class Api:
-    """The handlers of the routes. `card` describes the model to clients; `notify` gets what of the requests is left out."""
+    """The handlers of the routes. `card` describes the model to clients; `notify` gets sentences about ignored parts of requests."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Api:
     def generates(
         self, read: Callable[[Json], ApiRequest | None], form: Callable[[Json, Any], ResponseFormat], limit: BodyLimit = MEDIA_BODY
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the handler of a path that generates: `read` makes a request of a body, None of one that only loads the model."""
+        """Returns the handler of a path that generates. `read` parses a body; it returns None for one that only loads the model."""
 
         def both(body: Json) -> tuple[ApiRequest | None, ResponseFormat]:
             api_request = read(body)
@@ -78,7 +78,7 @@ class Api:
         return handler
 
     def _say(self, remarks: Sequence[str]) -> None:
-        """Tells the operator what of a request is left out, each thing once: a client sends it with every request."""
+        """Tells the operator which parts of a request are ignored. Each sentence is told once, since clients repeat such parts."""
         for sentence in remarks:
             if sentence not in self._said and len(self._said) < _MOST_SENTENCES:
                 self._said.add(sentence)
@@ -121,7 +121,7 @@ class Api:
         return Json200(self.card.model())
 
     async def slots(self, request: Request) -> Response:
-        """Answers with what each session does, without its texts; with 503 where none is free and the query asks for that."""
+        """Answers with each session's state, without texts. Answers with 503 if no session is free and the query asks for that."""
         running = self._workers.slots()
         state = [
             {
@@ -166,7 +166,7 @@ class Api:
     async def _read(
         self, request: Request, read: Callable[[Json], Read], limit: BodyLimit = MEDIA_BODY, worker: Worker | None = None
     ) -> Read:
-        """Returns what `read` makes of the body, which is kept no longer; large ones are parsed in a thread of their own."""
+        """Returns what `read` makes of the body. With `worker`, large bodies are parsed in another thread."""
         body = await read_body(request.stream(), request.headers.get("content-length"), limit)
         if worker is None or len(body) <= SMALL_BODY:
             return read(parse_json(body, limit))
@@ -195,7 +195,7 @@ class Api:
 
 
 class Json200(Response):
-    """A JSON object. Unlike Starlette's it takes any str, surrogates that are no half of a pair too."""
+    """A JSON object. Unlike Starlette's response, it accepts strings with lone surrogates."""
 
     media_type = "application/json"
 
@@ -204,7 +204,7 @@ class Json200(Response):
 
 
 class PieceStream(Response):
-    """A response in pieces, streamed or `whole`. The request is over, and its place free, when it is sent or the client disconnects."""
+    """A response in pieces: a stream, or a `whole` answer. The request ends when it is sent or the client disconnects."""
 
     def __init__(self, pending: PendingResponse, whole: bytes | None = None) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -232,7 +232,7 @@ class PieceStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _parts(self, whole: bytes) -> AsyncIterator[bytes]:
-        """The parts of a whole answer: each waits until the connection takes it."""
+        """Yields the parts of a whole answer; each waits until the connection takes it."""
         parts = [whole[first : first + _PART_BYTES] for first in range(0, len(whole), _PART_BYTES)]
         for part in parts[:-1]:
             yield part
@@ -241,7 +241,7 @@ class PieceStream(Response):
 
 
 def _remark(scope: Scope, *remarks: str) -> None:
-    """Adds to the operator's line about a request."""
+    """Adds remarks to the operator's log line about a request."""
     scope.get(REMARKS, []).extend(filter(None, remarks))
 
 
@@ -268,13 +268,13 @@ async def closed_response(_request: Request, _error: Exception) -> Response:
 
 
 async def _no_embeddings(request: Request) -> Response:
-    """Refuses: the rows of a decoder that was not trained for it place no texts near each other."""
+    """Refuses: this model was not trained to embed texts, so its vectors of similar texts are not near each other."""
     message = "this model writes text and was not trained to make embeddings; use an embedding model, such as EmbeddingGemma, beside it"
     return await error_response(request, ApiError(400, message, code="unsupported_model"))
 
 
 async def _no_pull(request: Request) -> Response:
-    """Refuses: one server has one model, which is a folder on its machine."""
+    """Refuses: a server has one model, a folder on its machine."""
     message = (
         "this server has one model, and pulls none; on its machine, make another with 'edge-export pair NAME -o FOLDER',"
         " then run 'edge-run serve FOLDER'"
@@ -318,7 +318,7 @@ def make_app(api: Api) -> Starlette:
             Route("/api/version", _facts(lambda: {"version": OLLAMA_VERSION})),
             Route("/", api.page),
         ],
-        # Starlette logs a traceback for errors that only the handler of Exception matches.
+        # All classes are listed, because Starlette logs a traceback for errors that only the handler of Exception matches.
         exception_handlers={
             HTTPException: error_response,
             ApiError: error_response,
@@ -328,12 +328,12 @@ def make_app(api: Api) -> Starlette:
             Exception: error_response,
         },
     )
-    app.router.redirect_slashes = False  # to the name in the Host header, with an empty answer
+    app.router.redirect_slashes = False  # a redirect would go to the name in the Host header
     return app
 
 
 def _facts(value: Callable[[], Json]) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the handler of a path that answers each request with the same facts."""
+    """Returns the handler of a path that answers with `value()`, whatever the request."""
 
     async def handler(_request: Request) -> Response:
         return Json200(value())

@@ -1,4 +1,4 @@
-"""Errors in the forms of the APIs. OpenAI's is {"error": {"message", "type", "param", "code"}}, with an HTTP status."""
+"""Error responses in the format of each API. OpenAI's is {"error": {"message", "type", "param", "code"}}, with an HTTP status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edge_runtime.errors import EdgeRuntimeError, RequestError
 
 
 class ErrorForm(Enum):
-    """Whose form an error has."""
+    """The API whose error format a response has."""
 
     OPENAI = "openai"
     OLLAMA = "ollama"
@@ -33,7 +33,7 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 
 
 class ApiError(EdgeRuntimeError):
-    """An error response. `param` names the field of the request that caused it; `numbers` are further fields of the error."""
+    """An error response. `param` names the request field that caused it; `numbers` are further integer fields of the error object."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ApiError(EdgeRuntimeError):
         self.numbers = dict(numbers or {})
 
     def alone(self) -> ApiError:
-        """Returns this error without where it was raised and why, which would keep a request's values."""
+        """Returns a copy without traceback and cause, which would keep the request's values in memory."""
         return ApiError(self.status, str(self), param=self.param, code=self.code, headers=self.headers, numbers=self.numbers)
 
     def body(self, form: ErrorForm) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class ApiError(EdgeRuntimeError):
 
     def _to_anthropic(self) -> dict[str, Any]:
         message = str(self)
-        if self.code == CONTEXT_EXCEEDED:  # the words by which clients of this API know it
+        if self.code == CONTEXT_EXCEEDED:  # clients recognize the error by this wording of Anthropic's
             message = f"prompt is too long: {self.numbers['n_prompt_tokens']} tokens > {self.numbers['n_ctx']} maximum; {message}"
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message, **self.numbers}}
@@ -81,7 +81,7 @@ def invalid(message: str, param: str | None = None, *, code: str | None = None) 
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Returns the client's error for any failure: its message if the request caused it; otherwise no internal details."""
+    """Returns the error to send for any failure. It has the failure's message only if the request caused it, never internal details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -90,7 +90,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def form_for(path: str) -> ErrorForm:
-    """Returns whose API a path belongs to."""
+    """Returns the error format of the API that a path belongs to."""
     if path.startswith("/api/"):
         return ErrorForm.OLLAMA
     return ErrorForm.ANTHROPIC if path.startswith("/v1/messages") else ErrorForm.OPENAI

@@ -1,6 +1,6 @@
 """The heat of the machine that serves: a line for the operator when temperature, clock or throttling change, and gauges.
 
-A hot machine is slow for a reason that no figure of a request shows, and the wide forwards that verify drafts slow down first.
+Heat makes a machine slow, but a request's figures do not show it. The wide forwards that verify drafts slow down first.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from edge_devices.machine.system import System
 from edge_runtime.session.monitor import Metric, gauge
 
 SECONDS = 10.0
-# What is told: a change by so many degrees, or of the clock to so much of what it was, or by as much the other way.
+# Changes that are reported: by this many degrees Celsius, or of the clock to this part of what it was, or by the inverse factor.
 DEGREES = 10.0
 CLOCK_RATIO = 0.75
 
 
 class HeatWatch:
-    """Reads the state of `system` every `seconds`, in a thread, and tells of changes between readings at which requests ran.
+    """Reads the state of `system` every `seconds`, in a thread, and reports changes between readings. Must be closed.
 
-    `busy` says whether any runs: an idle processor's low clock means nothing. Close it.
+    Only readings while requests run count, as `busy` says: an idle processor's low clock means nothing.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class HeatWatch:
         self._thread.start()
 
     def metrics(self) -> list[Metric]:
-        """Returns what the newest reading knows."""
+        """Returns the gauges of the newest reading."""
         state = self._newest
         known = [
             ("edge_mtp_temperature_celsius", "Temperature of the hottest sensor.", state.temperature_c),
@@ -61,7 +61,7 @@ class HeatWatch:
 
 
 def differs(before: DeviceState, after: DeviceState) -> bool:
-    """Whether an operator wants to know of a change."""
+    """Whether a change is worth reporting to the operator."""
     if throttling(before) != throttling(after) or (after.throttle_count or 0) > (before.throttle_count or 0):
         return True
     if before.temperature_c is not None and after.temperature_c is not None and abs(after.temperature_c - before.temperature_c) >= DEGREES:

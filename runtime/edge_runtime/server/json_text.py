@@ -1,4 +1,4 @@
-"""Parses the JSON of clients: objects only, with limits on their values and depth, and numbers that JSON can state again."""
+"""Parses JSON from clients: objects only, with limits on their values and depth, and only finite numbers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from edge_runtime.server.errors import ApiError, invalid
 
 Json = dict[str, Any]
 
-# Python takes up to 230 bytes for a list or an object of 3 bytes, and seconds to make millions of them. 2048 messages with parts and calls
-# have 30,000 values, 128 tools with schemas of 200 values 25,600.
+# Limits memory and time: Python needs up to 230 bytes for a list or an object of 3 bytes, and seconds to create millions of them.
+# Large requests stay far below: 2048 messages with parts and calls have 30,000 values, and 128 tools with schemas of 200 values 25,600.
 MAX_VALUES = 1 << 17
 MAX_DEPTH = 64
-# Characters, or bytes, that are looked through at a time: a call of C code on all of a large body holds the interpreter's lock for tens of
-# milliseconds, and for hundreds where the system stops its thread meanwhile.
+# Characters, or bytes, that one call of C code processes. A call on all of a large body would hold the interpreter lock for tens of
+# milliseconds, and for hundreds if the system preempts the thread meanwhile.
 PIECE = 1 << 18
 
 
 def parse_object(text: str, what: str, param: str | None = None, *, values: int) -> dict[str, Any]:
-    """Parses a JSON object; `what` names it in errors. Raises ApiError if it is none, or beyond a limit."""
+    """Parses a JSON object of at most `values` values; `what` names it in errors. Raises ApiError for other text, or beyond a limit."""
     _check_values(text, what, param, values)
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
@@ -36,12 +36,12 @@ def parse_object(text: str, what: str, param: str | None = None, *, values: int)
 
 
 def count_values(text: str) -> int:
-    """Returns how many lists, objects and values between commas a JSON text has, those in strings not counted."""
+    """Returns the number of commas, lists and objects of a JSON text, without those in strings: about its number of values."""
     return sum(map(_separators, _outside_strings(text)))
 
 
 def values_of(waiting: list[Any]) -> Iterator[Any]:
-    """Yields the values, and the names of fields, that are in `waiting` at any depth."""
+    """Yields all values and field names in `waiting`, at any depth. Empties `waiting`."""
     while waiting:
         value = waiting.pop()
         yield value
@@ -52,11 +52,11 @@ def values_of(waiting: list[Any]) -> Iterator[Any]:
 
 
 def _outside_strings(text: str) -> Iterator[str]:
-    """Yields the parts of a JSON text that are in no string."""
+    """Yields the parts of a JSON text that are outside strings."""
     start, inside = 0, 0
     while start < len(text):
         piece = text[start : start + PIECE]
-        if (len(piece) - len(piece.rstrip("\\"))) % 2:  # what it escapes belongs to it
+        if (len(piece) - len(piece.rstrip("\\"))) % 2:  # it ends in an escape, so the escaped character belongs to it
             piece = text[start : start + PIECE + 1]
         parts = piece.replace("\\\\", "").replace('\\"', "").split('"')
         yield from parts[inside::2]
@@ -70,10 +70,10 @@ def _separators(text: str) -> int:
 
 
 def _check_values(text: str, what: str, param: str | None, values: int) -> None:
-    """Counts before anything is made of the text, exactly only where a first glance does not suffice."""
+    """Checks the number of values before the text is parsed. Counts exactly only if a cheap upper bound exceeds the limit."""
     if _separators(text) <= values:
         return
-    strings = (text.count('"') - text.count('\\"')) // 2  # at least
+    strings = (text.count('"') - text.count('\\"')) // 2  # a lower bound
     if strings > 2 * values or count_values(text) > values:
         raise invalid(f"{what} has more than {values} JSON values; send fewer", param)
 

@@ -1,4 +1,4 @@
-"""What clients can learn about the model, in the forms of OpenAI, Anthropic, llama-server and Ollama."""
+"""What clients can learn about the model, in the formats of OpenAI, Anthropic, llama-server and Ollama."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.server.json_text import Json
 from edge_runtime.session.row_equality import RowEquality
 
-# The release of Ollama whose API is spoken; clients read it to learn what they may send.
+# The Ollama release whose API this server implements. Clients read it to learn which fields they may send.
 OLLAMA_VERSION = "0.12.0"
 _LATEST = ":latest"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """`name` is the model's id for clients, `context` its tokens per request, `sessions` how many requests run at once.
+    """The facts about a served model. `name` is its id for clients, `context` the tokens per request, `sessions` the concurrent requests.
 
-    `trained_context` is the longest context that the model was trained for, in tokens, None if the bundle does not say it. `kernels` are
-    the variant of the project's own that multiply, None for stock ones. `answers`: whether it was taught to answer messages.
-    `rows`: whether drafts and other requests can change greedy text, as compared at the start. `fingerprint` is the `system_fingerprint`
-    of responses.
+    `trained_context` is the longest context that the model was trained for, in tokens; None if the bundle does not state it. `kernels` is
+    the variant of this project's own kernels; None for the standard ones. `answers` says whether the model is instruction-tuned. `rows`
+    says whether drafts and other requests can change greedy text; the server compares this when it starts. `fingerprint` is the
+    `system_fingerprint` of responses.
     """
 
     name: str
@@ -38,15 +38,15 @@ class ModelCard:
     fingerprint: str
 
     def is_called(self, name: object) -> bool:
-        """Whether a client means this model: by its name, with or without Ollama's tag."""
+        """Whether `name`, with or without Ollama's tag, is this model's."""
         return isinstance(name, str) and name.removesuffix(_LATEST) == self.name
 
     def models(self) -> Json:
-        """Returns the list of /v1/models, for clients of OpenAI's API and of Anthropic's."""
+        """Returns the list of /v1/models, for clients of OpenAI's and Anthropic's APIs."""
         return {"object": "list", "data": [self.model()], "has_more": False, "first_id": self.name, "last_id": self.name}
 
     def model(self) -> Json:
-        """Returns the model of /v1/models: OpenAI's fields and Anthropic's, vLLM's `max_model_len` and llama-server's `meta`."""
+        """Returns the entry of /v1/models: the fields of OpenAI and Anthropic, vLLM's `max_model_len` and llama-server's `meta`."""
         facts = self.manifest.architecture
         meta = {
             "n_ctx": self.context,
@@ -54,7 +54,7 @@ class ModelCard:
             "n_vocab": facts.vocab_size,
             "n_embd": facts.hidden_size,
             "n_params": facts.parameters,
-            **self._decodes,
+            **self._drafting,
             "description": self.manifest.description,
             "answers": self.answers,
             "input_modalities": ["text", *(name for name, accepted in self._modalities.items() if accepted)],
@@ -75,19 +75,19 @@ class ModelCard:
         }
 
     def props(self) -> Json:
-        """Returns llama-server's /props, as far as it applies, and what decodes."""
+        """Returns llama-server's /props, as far as its fields apply here, with the drafter and the kernels."""
         return {
             "model_alias": self.name,
             "default_generation_settings": {"n_ctx": self.context},
             "total_slots": self.sessions,
             "chat_template": self.template,
             "modalities": {"vision": self._modalities["image"], "audio": self._modalities["audio"]},
-            **self._decodes,
+            **self._drafting,
             "system_fingerprint": self.fingerprint,
         }
 
     def ollama_model(self) -> Json:
-        """Returns the model of /api/tags and /api/ps."""
+        """Returns the entry of /api/tags and /api/ps."""
         return {
             "name": f"{self.name}{_LATEST}",
             "model": f"{self.name}{_LATEST}",
@@ -132,13 +132,13 @@ class ModelCard:
         }
 
     @property
-    def _decodes(self) -> Json:
-        """What decodes, and whether that leaves greedy text as it is."""
+    def _drafting(self) -> Json:
+        """The drafter and the kernels in use, and whether they can change greedy text."""
         return {"drafter": self.drafter, "kernels": self.kernels, "rows": self.rows.to_json()}
 
     @property
     def _modalities(self) -> dict[str, bool]:
-        """What a message can have beside text."""
+        """Which media a message can have beside text."""
         media = self.manifest.media
         return {"image": media is not None, "audio": media is not None and media.audio is not None}
 

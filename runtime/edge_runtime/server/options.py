@@ -1,4 +1,4 @@
-"""Where a server listens, and for whom: the options of `edge-run serve` beside those of opening a bundle."""
+"""The options of `edge-run serve`, beside those of opening a bundle: where it listens, and who may use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s]+/?", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, and for whom; `port` 0 takes a free one. Raises RequestError for a key or an origin that cannot be one."""
+    """Where to listen, and who may use the server. Raises RequestError for an invalid key or origin. `port` 0 takes a free port."""
 
     host: str = option(default="127.0.0.1", panel="Server", help="Address to listen on; 0.0.0.0 is all addresses.")
     port: int = option(default=8080, low=0, high=65535, panel="Server", help="Port to listen on; 0 is any free port.")

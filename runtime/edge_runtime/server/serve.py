@@ -33,8 +33,8 @@ from edge_runtime.text.chat_template import ROLE, bundle_template, is_instructio
 
 # Connections beyond running and waiting requests: idle ones, and those for the page, models, health and metrics.
 _EXTRA_CONNECTIONS = 64
-# A thread that parses a request keeps the interpreter for so long from one that has come back from a forward, many times in each round.
-# Python's own 5 ms add up to tenths of a second.
+# While one thread parses a request, a thread that returns from a forward waits this long for the interpreter lock, several times per
+# round. With Python's default of 5 ms, this adds up to tenths of a second.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -69,13 +69,13 @@ def serve(
             sampling = default_sampling(card.manifest.generation, MODEL_SAMPLING)
             announce(f"requests that name no sampling get the model's generation_config: {sampling_sentence(sampling)}")
         _print_address(listener, options, announce)
-        gc.freeze()  # else each body of many values has all that was loaded looked through, 30 ms under the interpreter's lock
+        gc.freeze()  # else a large body makes the garbage collector scan everything that was loaded, 30 ms with the lock held
         run_server(config, workers.stop, listener)
     announce("stopped")
 
 
 class _Loading:
-    """Opens the sessions of a bundle, each time in the same way; `card` and `monitor` are those of the first time."""
+    """Opens the sessions of a bundle, each time in the same way. `card` and `monitor` are kept from the first time."""
 
     card: ModelCard
     monitor: Monitor
@@ -99,7 +99,7 @@ class _Loading:
             if self._first:
                 self.card, self.monitor = _model_card(self._folder, first, options, rows), first.monitor
                 self._first = False
-            for session in sessions.sessions:  # what was counted goes on
+            for session in sessions.sessions:  # the counts continue
                 session.monitor = self.monitor
             worker = Worker(
                 sessions,
@@ -121,14 +121,14 @@ class _Loading:
 
 
 def client_names(keys: Sequence[str]) -> list[str]:
-    """Returns the names under which the prompt cache holds the prompts of a server's clients: by their keys, apart from all other use."""
+    """Returns the names under which the prompt cache keeps the clients' prompts: one for each key, unlike those of other programs."""
     return [f"serve {hashlib.sha256(key.encode()).hexdigest()}" for key in keys] or ["serve"]
 
 
 def allowed_hosts(host: str, further: Sequence[str] = ()) -> frozenset[str] | None:
     """Returns the allowed names of the Host header; None allows any.
 
-    That is so for addresses other than loopback, whose names are unknown here, unless there are `further` names.
+    The names of addresses other than loopback are unknown here, so any name is allowed for them unless `further` names are given.
     """
     if not further and not is_loopback(host):
         return None
@@ -163,7 +163,7 @@ def _model_card(folder: Path, session: Session, options: ServeOptions, rows: Row
 
 
 def _trained_context(bundle: Bundle) -> int | None:
-    """Returns the target's max_position_embeddings, which its GGUF file has as gemma4.context_length; None in a bundle without one."""
+    """Returns the target's max_position_embeddings, from gemma4.context_length in its GGUF file; None in a bundle without such a file."""
     if not bundle.has("target", "gguf"):
         return None
     try:
@@ -188,7 +188,7 @@ def _open_socket(options: ServeOptions) -> socket.socket:
 def _print_address(listener: socket.socket, options: ServeOptions, notify: Callable[[str], None]) -> None:
     host, port = listener.getsockname()[:2]
     if not is_loopback(options.host) and not options.api_key:
-        # As llama-server and ollama do: a home network often needs no key.
+        # Only a warning, as in llama-server and ollama: a home network often needs no key.
         who = "this machine over a network" if host in ("0.0.0.0", "::") else host
         notify(
             f"warning: without a key, whoever reaches {who} may use the model: --api-key KEY or {KEY_VARIABLE} asks for one,"

@@ -1,4 +1,4 @@
-"""A request in the event loop: turns the worker's stream events into one response or into a stream."""
+"""A request in the event loop: turns the worker's stream events into a single response or a stream."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.text.channels import Event
 
 Result = TypeVar("Result")
-# Of an answer that is sent as a whole: about 10 MB.
+# The most log probabilities of an answer that is sent as a whole; they take about 10 MB.
 MAX_LOGPROBS = 1 << 17
-# A stream that says nothing for longer looks broken to clients and to what is between.
+# A stream that is silent for longer looks broken to clients and proxies.
 IDLE_SECONDS = 10.0
 
 
 def check_logprobs(request: ApiRequest, context: int) -> None:
-    """Raises ApiError where the client's limit of tokens lets an answer have too many: before the work of minutes, not after it."""
+    """Raises ApiError if a whole answer may have too many log probabilities, rather than after minutes of computing it."""
     stated = [(choice.max_tokens, 1 + choice.logprobs) for choice in request.choices if choice.logprobs is not None]
     count = sum(min(tokens, context) * entries for tokens, entries in stated if tokens is not None)
     if count > MAX_LOGPROBS and not request.stream:
@@ -64,19 +64,19 @@ class PendingResponse:
         return self._form.media_type
 
     def cancel(self) -> None:
-        """Ends the request early, or frees what a finished one held: its jobs, which refer to this object."""
+        """Ends the request early, or releases the jobs of a finished one, which refer to this object."""
         for job in self._jobs:
             job.cancel()
         self._jobs = []
 
     async def wait_started(self) -> None:
-        """Waits until a session takes the request, or its first choice. Raises ApiError if it is refused."""
+        """Waits until a session takes the request's first choice. Raises ApiError if the request is refused."""
         _, event = await self._next()
         assert isinstance(event, Started)
         self._prompt_tokens = event.prompt_tokens
 
     async def complete(self) -> Json:
-        """Returns the complete answer in one object. Raises ApiError."""
+        """Returns the complete answer as one object. Raises ApiError."""
         events: list[list[Event]] = [[] for _ in range(self._choices)]
         logprobs = [self._form.logprobs() for _ in range(self._choices)]
         finished: dict[int, Finished] = {}
@@ -85,7 +85,7 @@ class PendingResponse:
             choice, event = await self._next()
             self._count(choice, event)
             if isinstance(event, Output):
-                await asyncio.sleep(0)  # others' turn where many wait
+                await asyncio.sleep(0)  # gives other requests their turn when many events are waiting
                 events[choice] += event.events
                 logprobs[choice].add(event.logprobs)
                 if (count := count + sum(1 + len(entry.top) for entry in event.logprobs)) > MAX_LOGPROBS:
@@ -96,7 +96,7 @@ class PendingResponse:
         return self._form.complete([*answers])
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yields the answer in pieces. A failure is the last of them."""
+        """Yields the answer in pieces. After a failure, the last piece is the error."""
         running = self._choices
         for piece in self._form.begin(self._prompt_tokens):
             yield piece
@@ -116,7 +116,7 @@ class PendingResponse:
                 pieces = self._form.output(choice, event)
             elif isinstance(event, Finished):
                 running -= 1
-                self._jobs[choice].place.leave("reader")  # all but the end is sent; who has that finds the place free
+                self._jobs[choice].place.leave("reader")  # before the last piece: a client that has it finds the place free
                 pieces = self._form.end(choice, event) + ([] if running else self._form.finish())
             for piece in pieces:
                 yield piece
@@ -126,7 +126,7 @@ class PendingResponse:
             self._usage.update(choice, event.stats)
 
     async def _take(self, seconds: float | None = None) -> tuple[int, StreamEvent]:
-        """Waits for the next event. Raises TimeoutError if none comes for so many `seconds`."""
+        """Waits for the next event. Raises TimeoutError after `seconds` without one."""
         async with asyncio.timeout(seconds):
             choice, event = await self._events.get()
         self._jobs[choice].unread.take()
@@ -138,7 +138,7 @@ class PendingResponse:
             try:
                 raise to_api_error(event.error)
             finally:
-                del event  # a frame that holds its own error is kept until garbage is collected
+                del event  # a frame that refers to its own error stays until garbage collection
         return choice, event
 
     def _deliver(self, choice: int, event: StreamEvent) -> None:
@@ -147,9 +147,9 @@ class PendingResponse:
 
 
 async def result_of(future: Future[Result]) -> Result:
-    """Returns the result of another thread's work, which is cancelled, if it has not begun, with the task that waits.
+    """Returns the result of another thread's work. If the waiting task is cancelled, work that has not begun is cancelled too.
 
-    `asyncio.wrap_future` ties both futures to each other, so that each result stays until Python collects garbage.
+    `asyncio.wrap_future` would tie two futures to each other, so that each result stays in memory until garbage collection.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
@@ -163,13 +163,13 @@ async def result_of(future: Future[Result]) -> Result:
         return future.result()
     finally:
         future.cancel()
-        del future  # its error holds this frame
+        del future  # its error's traceback refers to this frame
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Awaitable[Result]) -> Result:
     """Returns the result of `work`; cancels it and raises ClientDisconnected if the client disconnects first.
 
-    The request's body must have been read before.
+    The request's body must already have been read.
     """
     work_task, disconnect_task = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
@@ -181,7 +181,7 @@ async def unless_disconnected(receive: Callable[[], Awaitable[MutableMapping[str
         work_task.cancel()
         disconnect_task.cancel()
         await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
-        del work, work_task, disconnect_task  # the error of a task would hold this frame, and the frame the task
+        del work, work_task, disconnect_task  # a task's error refers to this frame, which must not refer to the task
 
 
 async def _disconnected(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:

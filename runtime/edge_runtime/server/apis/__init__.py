@@ -1,1 +1,1 @@
-"""A module for each interface: how its requests are read and its answers written."""
+"""One module for each API: how its requests are read and its answers written."""

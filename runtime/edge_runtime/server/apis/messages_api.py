@@ -1,6 +1,6 @@
 """Anthropic's POST /v1/messages.
 
-Its fields are mapped to those of /v1/chat/completions, which are then read as such. The answer is a message of content blocks (thinking,
+Its fields are mapped to those of /v1/chat/completions and then read by the same code. The answer is a message of content blocks (thinking,
 text, tool_use), complete or as typed events.
 """
 
@@ -38,17 +38,18 @@ _MAPPED = {
     "top_k",
     "top_p",
 }
-# Without effect here: who asks, at which price and how urgently. Any prefix of a prompt is cached, whatever `cache_control` says.
+# Fields without effect here: who asks, at which price and how urgently. Any prefix of a prompt is cached, whatever `cache_control` says.
 _NO_EFFECT = {"cache_control", "inference_geo", "metadata", "model", "service_tier", "speed"}
-# Of other APIs, with the same meaning here.
+# Fields of other APIs that have the same meaning here.
 _PASSED_ON = (SAMPLING_FIELDS - {"stop"}) | {"draft_length"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
-# Clients send fields of new trials with each release, and a name of more characters is none.
+# Unknown fields with names up to this length are ignored, because clients send new experimental fields with each release.
 _LONGEST_NAME = 64
-# Claude Code begins its system text with a line of numbers that change with each request, and with it all rows of the prompt.
+# Claude Code begins its system text with a line of numbers that change with each request. It is removed: no cached row of the prompt could
+# be reused behind it.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.\-]+=[^;\n]*(?:;|(?=\n)|\Z))*\s*")
-# What Anthropic's own tools leave in a conversation beside the answer that they led to.
+# Types of the blocks that Anthropic's own tools leave in a conversation, beside the answer that they led to.
 _HOSTED = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result|container_upload|compaction|fallback|redacted_thinking")
 
 
@@ -105,7 +106,7 @@ def _answer(message: Fields) -> Json:
 
 
 def _of_user(message: Fields) -> list[Json]:
-    """Returns the results of tools that a user's message has, each as a message of its own, then the rest of it with their images."""
+    """Returns the messages of a user's message: one for each tool result, then one with the rest and the images of the results."""
     results: list[Json] = []
     images: list[Json] = []
     parts: list[Json] = []
@@ -125,7 +126,7 @@ def _of_user(message: Fields) -> list[Json]:
 
 
 def _parts(block: Fields) -> list[Json]:
-    """Returns the content of a block, a text or blocks, as parts of a chat request."""
+    """Returns a block's content, which is a text or blocks, as parts of a chat request."""
     if not isinstance(block.get("content"), list):
         return [{"type": "text", "text": block.text("content") or ""}]
     return [part for inner in block.objects("content", MAX_PARTS) for part in _part(inner)]
@@ -169,7 +170,7 @@ def _document(block: Fields, kind: str) -> list[Json]:
 
 
 def _text(fields: Fields, name: str) -> str:
-    """Returns a text, or the text of blocks, each of which begins a line."""
+    """Returns a text, or the texts of blocks with a line break between them."""
     if not isinstance(fields.get(name), list):
         return fields.text(name) or ""
     texts = []
@@ -186,7 +187,7 @@ def _leave_out(block: Fields, kind: str) -> None:
 
 
 def _tool(tool: Fields) -> Json | None:
-    """Returns a tool as a chat request declares a function; None for one of Anthropic's own, which have no schema."""
+    """Returns a tool as a function of a chat request; None for one of Anthropic's own tools, which have no schema."""
     kind = tool.text("type", "custom")
     if kind != "custom":
         left_out(tool, kind)
@@ -207,7 +208,7 @@ def _tool_choice(fields: Fields) -> Json:
 
 
 def _format(fields: Fields) -> Json:
-    """Returns the format of the answer that `output_config` asks for, or `output_format`, its first name."""
+    """Returns the answer's format from `output_config`, or from `output_format`, its older name."""
     asked = fields.inner("output_config").inner("format") if "output_config" in fields else fields.inner("output_format")
     if asked.text("type") is None:
         return {}
@@ -222,15 +223,15 @@ def _thinks(fields: Fields) -> bool:
     return "thinking" in fields and thinking.choice("type", _THINKING) != "disabled"
 
 
-# What a block has in an event of its beginning, and the name of its deltas and of their field.
+# The empty fields of a block in the event that begins it, and for each type of block the type of its deltas and their field.
 _EMPTY: dict[str, Json] = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking"), "tool_use": ("input_json_delta", "partial_json")}
 
 
 class MessagesFormat(ResponseFormat):
-    """One message. Its first event comes with the first output, when it is known how much of the prompt was cached.
+    """One message. Its first event is sent with the first output, because it states how much of the prompt was cached.
 
-    A stream that is idle before that begins with what is known, so that its client knows that the prompt is computed.
+    If the stream is idle before that, the event is sent without this figure, so that the client knows that the prompt is being computed.
     """
 
     def __init__(self, model: str) -> None:
@@ -255,7 +256,7 @@ class MessagesFormat(ResponseFormat):
         return [*self._start(DecodeStats(prompt_tokens=self._prompt_tokens)), _event("ping")]
 
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
-        """Returns the events of new output; a block begins and ends where its kind changes."""
+        """Returns the events of new output. A new block begins where the kind of output changes."""
         return [*self._start(output.stats), *(written for event in output.events for written in self._add(event))]
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
@@ -285,7 +286,7 @@ class MessagesFormat(ResponseFormat):
         return {**self._message, "content": blocks, **self._stop(finished), "usage": usage}
 
     def _start(self, stats: DecodeStats) -> list[bytes]:
-        """Returns the first event, once."""
+        """Returns the first event, unless it was sent already."""
         if self._begun:
             return []
         self._begun = True
@@ -304,7 +305,7 @@ class MessagesFormat(ResponseFormat):
         return [*begun, *self._delta(event.text)]
 
     def _open(self, kind: str, block: Json) -> list[bytes]:
-        """Begins a block; the one before it ends."""
+        """Ends the open block and begins a new one."""
         closed, self._kind = self._close(), kind
         return [*closed, _event("content_block_start", index=self._blocks, content_block=block)]
 
@@ -319,7 +320,7 @@ class MessagesFormat(ResponseFormat):
             return []
         index, kind = self._blocks, self._kind
         self._blocks, self._kind = index + 1, None
-        signed = {"type": "signature_delta", "signature": ""}  # clients want one; nobody signs thoughts here
+        signed = {"type": "signature_delta", "signature": ""}  # clients expect a signature; thoughts are not signed here
         signature = [_event("content_block_delta", index=index, delta=signed)] if kind == "thinking" else []
         return [*signature, _event("content_block_stop", index=index)]
 

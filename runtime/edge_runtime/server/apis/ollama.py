@@ -1,6 +1,6 @@
 """Ollama's POST /api/chat and /api/generate.
 
-Their fields are mapped to those of /v1/chat/completions, which are then read as such. The answers are lines of JSON.
+Their fields are mapped to those of /v1/chat/completions and then read by the same code. The answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GENERATE = _COMMON | {"context", "images", "prompt", "raw", "suffix", "system",
 
 
 def read_ollama_chat(body: Json) -> ApiRequest | None:
-    """Reads the body of a POST to /api/chat; without messages, for which Ollama loads the model, None. Raises ApiError."""
+    """Reads the body of a POST to /api/chat. Returns None without messages: Ollama then only loads the model. Raises ApiError."""
     fields = Fields(body)
     fields.only(_CHAT, FOREIGN)
     if not body.get("messages"):
@@ -38,7 +38,7 @@ def read_ollama_chat(body: Json) -> ApiRequest | None:
 
 
 def read_ollama_generate(body: Json) -> ApiRequest | None:
-    """Reads the body of a POST to /api/generate; without a prompt None. Raises ApiError."""
+    """Reads the body of a POST to /api/generate. Returns None without a prompt. Raises ApiError."""
     fields = Fields(body)
     fields.only(_GENERATE, FOREIGN)
     if not body.get("prompt"):
@@ -82,7 +82,7 @@ def _common(fields: Fields) -> Json:
 
 
 def _messages(fields: Fields) -> list[Json]:
-    """Returns the messages; calls get ids, and results those of the calls they answer, by their names or in their order."""
+    """Returns the messages. Calls get ids, and each result gets the id of the call that it answers, found by its name or by the order."""
     messages: list[Json] = []
     unanswered = _Unanswered()
     for i, message in enumerate(fields.objects("messages", MAX_MESSAGES)):
@@ -104,7 +104,7 @@ def _messages(fields: Fields) -> list[Json]:
 
 
 class _Unanswered:
-    """The calls without a result so far: each is found at once, however many there are."""
+    """The calls without a result so far, indexed by id and by name, so that each is found quickly however many there are."""
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
@@ -116,7 +116,10 @@ class _Unanswered:
         self._ids.setdefault(name, deque()).append(number)
 
     def take(self, name: str | None, number: str | None) -> str | None:
-        """Removes the call with that id, else the first of that name, of any if it is None, and returns its id; None if there is none."""
+        """Removes a call and returns its id; None if there is none.
+
+        It is the call with the id `number`. If there is none, it is the first one with that name, or the first of all if `name` is None.
+        """
         if number is not None and number in self._names:
             name = self._names.pop(number)
             self._ids[name].remove(number)
@@ -131,7 +134,7 @@ class _Unanswered:
 
 
 def _content(fields: Fields, name: str) -> str | list[Json]:
-    """Returns a text, or with `images`, which are base64 of any format, the parts of a chat request."""
+    """Returns a text. With `images`, which are base64 of any format, returns the parts of a chat request."""
     text = fields.text(name, "") or ""
     images = fields.items("images", MAX_MEDIA)
     if not images:
@@ -154,7 +157,7 @@ _NANOSECONDS = 1_000_000_000
 
 
 class OllamaFormat(ResponseFormat):
-    """One response; `chat` says which of the two."""
+    """One response: of /api/chat, or of /api/generate unless `chat`."""
 
     media_type = "application/x-ndjson"
 
@@ -172,7 +175,7 @@ class OllamaFormat(ResponseFormat):
         return [encoded({"error": str(error)}) + b"\n"]
 
     def complete(self, answers: Sequence[ChoiceAnswer]) -> Json:
-        """Without an answer, the response to a request that only loads the model."""
+        """Returns the complete response. Without answers it is the one to a request that only loads the model."""
         for answer in answers:
             return self._stem() | self._body(answer.events, answer.logprobs) | _end(answer.finished)
         return self._stem() | self._body(()) | {"done": True, "done_reason": "load"}
@@ -197,7 +200,7 @@ class OllamaFormat(ResponseFormat):
 
 
 def _text_of(event: Event) -> str:
-    """Returns an event's part of the answer. That of a cut call is all of it: Ollama's arguments are an object, not its beginning."""
+    """Returns an event's text in the answer. A call that was cut off is sent as text, since Ollama's arguments are a whole object."""
     if isinstance(event, ToolCall):
         return event.raw if event.arguments is None else ""
     return event.text if isinstance(event, Text) else ""

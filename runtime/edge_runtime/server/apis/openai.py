@@ -27,7 +27,7 @@ from edge_runtime.text.tool_calls import CallPiece
 
 
 class ChunkedFormat(ResponseFormat):
-    """One response. A choice's numbers, as text is sent, are kept in `_counts`."""
+    """What both formats share. `_counts` has a number for each choice, which grows as output is sent; subclasses say what it counts."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -40,7 +40,7 @@ class ChunkedFormat(ResponseFormat):
         self._usage = UsageCount(len(request.choices), request.n)
         self._counts = [0] * len(request.choices)
         self._running = set(range(len(request.choices)))
-        self._silent = set(self._running)  # choices of which nothing was sent
+        self._silent = set(self._running)  # choices that have sent nothing yet
 
     def output(self, choice: int, output: Output) -> list[bytes]:
         self._usage.update(choice, output.stats)
@@ -68,7 +68,7 @@ class ChunkedFormat(ResponseFormat):
         return {**self._stem, "object": self.kind, "choices": choices, "usage": self._usage.to_json(), **self._timings()}
 
     def _opening(self, choice: int) -> list[Json]:
-        """Returns what precedes the first output of a choice. It comes with that output, which clients take for the first token."""
+        """Returns what precedes the first output of a choice. It is sent with that output, because clients take it for the first token."""
         if choice not in self._silent:
             return []
         self._silent.discard(choice)
@@ -107,19 +107,19 @@ class ChunkedFormat(ResponseFormat):
 
 
 class ChatFormat(ChunkedFormat):
-    """A stream has one chunk per piece of text, thought or call; `_counts` are those of calls."""
+    """A stream has one chunk per piece of text, thought or call. `_counts` counts calls."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, request: ApiRequest, fingerprint: str) -> None:
         super().__init__(model, request, fingerprint)
-        self._called: set[int] = set()  # choices with a call that was one to its end
+        self._called: set[int] = set()  # choices with a complete call
 
     def _first(self, choice: int) -> list[Json]:
         return [self._delta_of(choice, {"role": "assistant", "content": ""})]
 
     def _pieces(self, choice: int, output: Output) -> list[Json]:
-        """Log probabilities are in the first piece with text."""
+        """Returns the choice's part of each chunk. All log probabilities are in the first piece with text."""
         pending: Sequence[OutputLogprob] = output.logprobs
         pieces, at = [], 0
         for event in output.events:
@@ -142,7 +142,7 @@ class ChatFormat(ChunkedFormat):
         return {"index": choice, "message": message, "logprobs": self._logprobs(answer.logprobs), "finish_reason": reason}
 
     def _message(self, choice: int, events: Sequence[Event]) -> Json:
-        """Returns the message of a choice, whose content is null if there are only calls."""
+        """Returns the message of a choice. Its content is null if there are only calls."""
         deltas = [self._delta(choice, event) for event in events]
         calls = [{key: value for key, value in call.items() if key != "index"} for delta in deltas for call in delta.get("tool_calls", ())]
         content = "".join(delta.get("content", "") for delta in deltas)
@@ -198,7 +198,7 @@ class ChatFormat(ChunkedFormat):
 
 
 class CompletionFormat(ChunkedFormat):
-    """A stream has one chunk per piece of text; `_counts` are the characters that were sent."""
+    """A stream has one chunk per piece of text. `_counts` counts the characters that were sent."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 

@@ -1,4 +1,4 @@
-"""What the formats of responses have in common: their interface, the parts of an answer, and the `usage` object."""
+"""What all response formats share: their interface, the parts of an answer, and the `usage` object."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from edge_runtime.server.json_text import Json
 from edge_runtime.session.monitor import DecodeStats, Metric, Point
 from edge_runtime.text.channels import Event
 
-# JSON has no infinity; the API's own value for tokens that cannot occur.
+# OpenAI's own value for tokens that cannot occur, because JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
+# Stands for `Written` text until it is inserted. It is random, so that no text of a request equals it.
 _MARK = secrets.token_hex(16)
 
 
 @dataclass(frozen=True)
 class Written:
-    """JSON text that `encoded` takes over."""
+    """JSON text that `encoded` inserts as it is."""
 
     text: str
 
 
 class Logprobs(ABC):
-    """Log probabilities of an answer. Each is written as it comes: those of a long answer at once would stop the event loop for seconds."""
+    """Log probabilities of an answer. Each is encoded when it arrives: a long answer's at once would block the event loop for seconds."""
 
     def __init__(self, entries: Iterable[OutputLogprob] = ()) -> None:
         self._written: list[str] = []
@@ -43,10 +44,10 @@ class Logprobs(ABC):
 
     @abstractmethod
     def add(self, entries: Iterable[OutputLogprob]) -> None:
-        """Adds those of the next tokens."""
+        """Adds the entries of the next tokens."""
 
     def to_json(self) -> Any:
-        """Returns all that were added."""
+        """Returns all entries."""
         return Written(f"[{', '.join(self._written)}]")
 
 
@@ -60,7 +61,7 @@ class ChoiceAnswer:
 
 
 class ResponseFormat(ABC):
-    """Format of one response: a stream is `begin`, `output` and `end` of each choice, then `finish`; otherwise `complete`."""
+    """The format of one response. A stream is `begin`, `output` and `end` for each choice, then `finish`; a whole one is `complete`."""
 
     media_type = "text/event-stream"
 
@@ -69,7 +70,7 @@ class ResponseFormat(ABC):
         return []
 
     def idle(self) -> list[bytes]:
-        """Returns what tells a client of a stream that nothing is new, but the connection is in order."""
+        """Returns what tells a client that the connection is alive while a stream has no new output."""
         return []
 
     @abstractmethod
@@ -89,7 +90,7 @@ class ResponseFormat(ABC):
         """Returns the end of a stream that failed."""
 
     def logprobs(self) -> Logprobs:
-        """Returns a place for those of a choice that is sent as a whole."""
+        """Returns an empty object for the log probabilities of a choice that is sent as a whole."""
         return ChatLogprobs()
 
     @abstractmethod
@@ -98,13 +99,13 @@ class ResponseFormat(ABC):
 
 
 def server_sent(value: Json, event: str | None = None) -> bytes:
-    """Returns a server-sent event, with a name if it has one."""
+    """Returns a server-sent event, named `event` if that is given."""
     name = b"" if event is None else b"event: " + event.encode() + b"\n"
     return name + b"data: " + encoded(value) + b"\n\n"
 
 
 def encoded(value: Json) -> bytes:
-    """Returns JSON as UTF-8; a surrogate that is no half of a pair, as requests may hold it, becomes a question mark."""
+    """Returns JSON as UTF-8. Lone surrogates, which requests may contain, become question marks."""
     written: list[str] = []
 
     def mark(value: Written) -> str:
@@ -116,7 +117,7 @@ def encoded(value: Json) -> bytes:
 
 
 class ChatLogprobs(Logprobs):
-    """`logprobs.content` of /v1/chat/completions, which /v1/responses and /api/chat have too."""
+    """`logprobs.content` of /v1/chat/completions; /v1/responses and /api/chat have the same format."""
 
     def add(self, entries: Iterable[OutputLogprob]) -> None:
         for entry in entries:
@@ -124,7 +125,7 @@ class ChatLogprobs(Logprobs):
             self._written.append(json.dumps({**_token(entry.piece, entry.logprob), "top_logprobs": top}, ensure_ascii=False))
 
     def join(self, others: ChatLogprobs) -> None:
-        """Adds those of another list."""
+        """Adds the entries of another list."""
         self._written += others._written
 
 
@@ -168,13 +169,13 @@ class UsageCount:
         self._energy: RunEnergy | None = None
 
     def update(self, choice: int, stats: DecodeStats, energy: RunEnergy | None = None) -> None:
-        """Takes the newest figures of a choice. Energy is reported for responses of one choice: it cannot be split."""
+        """Takes the newest figures of a choice. Energy cannot be split, so it is reported only for responses of one choice."""
         self._stats[choice] = stats
         self._energy = energy if len(self._stats) == 1 else None
 
     @property
     def stats(self) -> DecodeStats:
-        """The sum of all choices; seconds are those of the slowest, as choices run at the same time."""
+        """The sum of all choices. They run at the same time, so the seconds are the slowest one's, and the first token is the earliest."""
         every = self._stats
         if len(every) == 1:
             return every[0]
@@ -190,7 +191,7 @@ class UsageCount:
         )
 
     def to_json(self) -> Json:
-        """Returns the `usage` object of the OpenAI API: its counts, then our additions.
+        """Returns the `usage` object of the OpenAI API: its counts, then this server's additions.
 
         Drafts are reported as the API's predicted tokens, except that rejected drafts do not count as completion tokens.
         """
@@ -209,12 +210,12 @@ class UsageCount:
 
 
 def _additions(stats: DecodeStats, energy: RunEnergy | None) -> Json:
-    """Without a meter there is no `energy`: /metrics and /energy_metrics state why, once for all responses."""
+    """Returns the additions to `usage`. Without a meter there is no `energy`; /metrics and /energy_metrics state why."""
     return figures(stats) | ({"energy": energy_usage(energy)} if energy is not None and energy.facts is not None else {})
 
 
 def timings(stats: DecodeStats) -> Json:
-    """Returns llama-server's `timings`: times in milliseconds, and counts; the prompt's are of what was not cached."""
+    """Returns llama-server's `timings`: times in milliseconds, and counts. The prompt's figures do not include cached tokens."""
     prompt, prompt_ms = stats.prompt_tokens - stats.reused_tokens, stats.prefill_seconds * 1000
     answer, answer_ms = stats.tokens, stats.decode_seconds * 1000
     return {
@@ -233,7 +234,7 @@ def timings(stats: DecodeStats) -> Json:
 
 
 def figures(stats: DecodeStats) -> Json:
-    """Returns drafts and times, which no API has."""
+    """Returns the figures about drafts and times that no API defines."""
     return {
         "drafted_tokens": stats.drafted,
         "accepted_tokens": stats.accepted,
@@ -244,7 +245,7 @@ def figures(stats: DecodeStats) -> Json:
 
 
 def usage_line(stats: DecodeStats) -> str:
-    """Returns the figures of a request for the operator's line about it; nothing for one that did not begin."""
+    """Returns a request's figures for the operator's log line; an empty string for a request that did not begin."""
     if not stats.prompt_tokens:
         return ""
     cached = f" ({stats.reused_tokens} cached)" if stats.reused_tokens else ""
@@ -267,7 +268,7 @@ def responses_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy |
 
 
 def messages_usage(stats: DecodeStats, thought_tokens: int, energy: RunEnergy | None = None) -> Json:
-    """Returns the `usage` object of /v1/messages, in which what was cached is not among the input tokens."""
+    """Returns the `usage` object of /v1/messages. Its input tokens do not include cached ones."""
     counts = {
         "input_tokens": stats.prompt_tokens - stats.reused_tokens,
         "cache_creation_input_tokens": 0,
@@ -303,9 +304,10 @@ def energy_usage(energy: RunEnergy) -> Json:
 
 
 def energy_totals(total: RunEnergy) -> Json:
-    """Returns the machine's joules while requests ran since the start, and when that was read, in seconds: a client subtracts two answers.
+    """Returns the machine's joules while requests ran, since the start, and the time of the reading in seconds.
 
-    The first two fields are those of trtllm-serve's path of this name. `error` with the reason where there is no figure.
+    A client subtracts two answers. The first two fields are those of trtllm-serve's path of the same name. If there is no figure, `error`
+    has the reason.
     """
     if total.joules is None and total.reason:
         return {"error": total.reason}
@@ -315,9 +317,9 @@ def energy_totals(total: RunEnergy) -> Json:
 
 
 def energy_metrics(total: RunEnergy) -> list[Metric]:
-    """Returns what is known of all requests together; the info metric has the kind (measured, estimate, none), and why there is no figure.
+    """Returns the energy of all requests together: the machine's joules while requests ran, idle power included.
 
-    Joules are the machine's while requests ran, idle power included.
+    The info metric has the kind of figure (measured, estimate, none), and for none the reason.
     """
     facts = total.facts
     labels = {"meter": facts.name, "scope": str(facts.scope)} if facts else {}

@@ -1,6 +1,6 @@
 """OpenAI's POST /v1/responses.
 
-Its fields are mapped to those of /v1/chat/completions, which are then read as such. The answer is a list of items (thoughts, messages,
+Its fields are mapped to those of /v1/chat/completions and then read by the same code. The answer is a list of items (thoughts, messages,
 calls), complete or as typed events.
 """
 
@@ -52,11 +52,11 @@ _MAPPED = {
     "truncation",
 }
 _LOGPROBS = "message.output_text.logprobs"
-# Of llama-server, which takes them here too.
+# Fields that llama-server takes on this path too.
 _PASSED_ON = SAMPLING_FIELDS | {"grammar", "json_schema", "n_predict"}
-# The field that has the text of a part, by the part's type.
+# The field with a part's text, for each type of part.
 _TEXTS = {**dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"), "refusal": "refusal"}
-# What OpenAI's own tools leave in a conversation beside the answer that they led to.
+# Types of the items that OpenAI's own tools leave in a conversation, beside the answer that they led to.
 _HOSTED = {"code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools", "web_search_call"}
 _NAMESPACE = "namespace"
 
@@ -85,13 +85,13 @@ def read_response(body: Json) -> ApiRequest:
 
 
 def namespaces(body: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the namespace of each function that a valid request declares in one."""
+    """Returns the namespaces of the functions that a valid request declares in namespaces, by function name."""
     groups = [tool for tool in body.get("tools") or () if tool.get("type") == _NAMESPACE]
     return {tool["name"]: group["name"] for group in groups for tool in group.get("tools") or () if tool.get("type") == "function"}
 
 
 def _flat(fields: Fields) -> list[Fields]:
-    """Returns the tools, those of a namespace in its place; their names must do without it."""
+    """Returns the tools, with each namespace replaced by its tools. The model sees their names without the namespace."""
     tools: list[Fields] = []
     for tool in fields.objects("tools", MAX_TOOLS):
         if tool.text("type") != _NAMESPACE:
@@ -126,7 +126,7 @@ def _messages(fields: Fields) -> list[Json]:
 
 
 def _add_item(messages: list[Json], item: Fields) -> None:
-    """Adds one item; thoughts, text and calls of one answer become one message."""
+    """Adds one item. The thoughts, text and calls of one answer become one message."""
     kind = item.text("type", "message")
     if kind == "message":
         message = {"role": item.text("role") or "", "content": _text_or_parts(item)}
@@ -137,7 +137,7 @@ def _add_item(messages: list[Json], item: Fields) -> None:
     elif kind == "reasoning":
         thoughts = _text(item, "content") or _text(item, "summary")
         _answer(messages)["reasoning_content"] = thoughts or None
-    elif kind in ("function_call", "custom_tool_call"):  # the input of the second is text, no JSON
+    elif kind in ("function_call", "custom_tool_call"):  # the input of the second is text, not JSON
         arguments = item.text("arguments") if kind == "function_call" else json.dumps({"input": item.text("input") or ""})
         function = {"name": item.text("name") or "", "arguments": arguments or "{}"}
         call = {"id": item.text("call_id") or "", "type": "function", "function": function}
@@ -153,14 +153,14 @@ def _add_item(messages: list[Json], item: Fields) -> None:
 
 
 def _answer(messages: list[Json]) -> Json:
-    """Returns the assistant message that the last items make up."""
+    """Returns the assistant message that the last items belong to; begins one if there is none."""
     if not (messages and messages[-1].get("open")):
         messages.append({"role": "assistant", "content": [], "open": True})
     return messages[-1]
 
 
 def _text_or_parts(item: Fields) -> str | list[Json]:
-    """Returns the text of a message, or its parts as a chat request has them if there are images among them."""
+    """Returns a message's text, or, if it has images, its parts as in a chat request."""
     content = item.get("content")
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("type") == "input_image" for part in content):
         return _text(item, "content")
@@ -190,7 +190,7 @@ def _text(item: Fields, name: str) -> str:
 
 
 def _tool(tool: Fields) -> Json | None:
-    """Returns a function as a chat request declares it; None for a tool that is left out."""
+    """Returns a tool as a function of a chat request; None for a tool that is left out."""
     if (kind := tool.text("type")) != "function":
         left_out(tool, kind)
         return None
@@ -220,7 +220,7 @@ def _format(text: Fields) -> Json | None:
     return {"type": "json_schema", "json_schema": {"schema": requested["schema"]}}
 
 
-# Fields of the request that the response repeats, with their defaults.
+# Request fields that the response repeats, with their defaults.
 _REPEATED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -234,7 +234,8 @@ _REPEATED: Mapping[str, Any] = {
     "top_p": 1,
     "user": None,
 }
-# Characters of them together: each event that has them is written in the event loop, and a client that reads none keeps its copies.
+# The most characters of these fields together. Each event that repeats them is encoded in the event loop, and stays in memory while a
+# client does not read.
 MAX_REPEATED = 1 << 17
 
 
@@ -268,7 +269,7 @@ class ResponsesFormat(ResponseFormat):
         return [self._event("response.created", response=self._response), self._event("response.in_progress", response=self._response)]
 
     def output(self, choice: int, output: Output) -> list[bytes]:  # noqa: ARG002
-        """Returns the events of new output; an item begins and ends where its kind changes."""
+        """Returns the events of new output. A new item begins where the kind of output changes."""
         return self._take(output.events, ChatLogprobs(output.logprobs))
 
     def end(self, choice: int, finished: Finished) -> list[bytes]:  # noqa: ARG002
@@ -318,7 +319,7 @@ class ResponsesFormat(ResponseFormat):
         return [*begun, self._event(f"response.{part}.delta", **self._place(), delta=event.text, **added)]
 
     def _begin(self, kind: str) -> list[bytes]:
-        """Opens an item, unless one of this kind is open."""
+        """Begins an item, unless one of this kind is open."""
         if self._open is not None and self._open["type"] == kind:
             return []
         closed = self._close()
@@ -335,11 +336,11 @@ class ResponsesFormat(ResponseFormat):
         return [*closed, added, self._event("response.content_part.added", **self._place(), part=self._part())]
 
     def _close(self, status: str = "completed") -> list[bytes]:
-        """Closes the open item; its text is complete."""
+        """Closes the open item, whose text is complete."""
         if (item := self._open) is None:
             return []
         if item["type"] == "function_call":
-            return self._close_call("incomplete")  # what began as a call was none
+            return self._close_call("incomplete")  # what looked like a call turned out to be text
         part, place = self._part(), self._place()
         logprobs = {} if item["type"] == "reasoning" else {"logprobs": part["logprobs"]}
         item |= {"status": status, "content": [part]}
@@ -405,7 +406,7 @@ class ResponsesFormat(ResponseFormat):
 
 
 def _repeated(body: Mapping[str, Any]) -> Json:
-    """Returns the fields that a response repeats; those that do not fit into `MAX_REPEATED` characters have their defaults."""
+    """Returns the fields that a response repeats. Those that do not fit into `MAX_REPEATED` characters get their defaults."""
     repeated, left = dict(_REPEATED), MAX_REPEATED
     for name in _REPEATED:
         room = left

@@ -1,4 +1,4 @@
-"""The worker of a server, whose model is freed after a time without requests, and loaded again by the next one."""
+"""A server's worker that frees the model after a time without requests; the next request loads it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edge_runtime.session.monitor import DecodeStats
 
 
 class WorkerOnDemand:
-    """Holds what `load` opens, a running worker with its sessions, and frees it after `idle_seconds` (None: never) without a request.
+    """Holds the running worker and the sessions that `load` opens. Frees them after `idle_seconds` without a request (None: never).
 
     Any thread may use it. `notify` gets a sentence when the model is freed, when it is loaded again, and when that fails.
     """
@@ -31,7 +31,10 @@ class WorkerOnDemand:
         notify: Callable[[str], None] = lambda _: None,
         watch: SharedWatch | None = None,
     ) -> None:
-        """Loads for the first time; raises what `load` raises. `sessions` is how many the worker has, `watch` measures its energy."""
+        """Loads for the first time, and raises what `load` raises.
+
+        `sessions` is the worker's number of sessions; `watch` measures its energy.
+        """
         self.watch = watch
         self._load, self._sessions, self._idle, self._notify = load, sessions, idle_seconds, notify
         self._changing = threading.Lock()  # held while the model is loaded or freed
@@ -51,9 +54,9 @@ class WorkerOnDemand:
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[Worker]:
-        """Yields the worker, which stays until the block ends and all has run that was submitted in it; waits where it must be loaded.
+        """Yields the worker, after loading it if necessary. Raises ApiError if that fails.
 
-        Raises ApiError if that fails.
+        The worker stays loaded until the block ends and everything submitted in it has run.
         """
         with self._counting:
             self._held += 1
@@ -68,12 +71,12 @@ class WorkerOnDemand:
                 self._since = time.monotonic()
 
     def load(self) -> tuple[int, int]:
-        """Returns the numbers of running and of waiting requests."""
+        """Returns the numbers of running and waiting requests."""
         worker = self._worker
         return (0, 0) if worker is None else worker.load()
 
     def slots(self) -> list[DecodeStats | None]:
-        """Returns the figures of the request that each session runs; None where it runs none."""
+        """Returns the figures of the request on each session; None for a session that runs none."""
         worker = self._worker
         return [None] * self._sessions if worker is None else worker.slots()
 

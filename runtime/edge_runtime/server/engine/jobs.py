@@ -1,4 +1,4 @@
-"""A request on its way through the worker: what it asks for, the stream events that it delivers, and its rounds on a session."""
+"""A request on its way through the worker: its inputs, the stream events that it delivers, and its rounds on a session."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A session took the request: it is valid and fits. Always the first event, unless the request failed."""
+    """A session took the request, so it is valid and fits the context. Always the first event, unless the request failed."""
 
     prompt_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLogprob:
-    """A token of the answer as bytes, its log probability, and the likeliest tokens of its position with theirs."""
+    """A token of the answer, as bytes, and its log probability. `top` has the likeliest tokens at its position with theirs."""
 
     piece: bytes
     logprob: float
@@ -46,10 +46,10 @@ class OutputLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Output since the previous event. `stats` is a snapshot whose `tokens` end where the visible answer does.
+    """Output since the previous event. `stats` is a snapshot; its `tokens` do not count tokens behind the end of the visible answer.
 
-    `logprobs` are those of the tokens whose text begins in `events`, if the request wants them. `draft_spans` are the places (begin, end;
-    in characters) of accepted drafts in the text of `events`.
+    `logprobs` has the tokens whose text begins in `events`, if the request asks for them. `draft_spans` has the (begin, end) character
+    positions of accepted drafts in the text of `events`.
     """
 
     events: tuple[Event, ...]
@@ -60,9 +60,9 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The last event of an answer. `stats` as in `Output`; `energy` is None without a meter. `thought_tokens` are among the tokens.
+    """The last event of an answer. `stats` is as in `Output`; `energy` is None without a meter.
 
-    `stop_string` is the one of the request that ended the answer, if one did.
+    `thought_tokens` of the tokens are thoughts. `stop_string` is the request's stop string that ended the answer, if one did.
     """
 
     reason: FinishReason
@@ -82,14 +82,14 @@ class Failed:
 StreamEvent = Started | Output | Finished | Failed
 
 
-# Events that wait for the reader of a response: each is a round or a part of one, some kilobytes.
+# The most events that wait for the reader of a response. Each is a round or a part of one, a few kilobytes.
 MAX_UNREAD = 128
 
 
 class Unread:
     """Counts the events of a response that its reader has not taken. Any thread may use it.
 
-    It is `full` from `MAX_UNREAD` on until the reader has taken half of them. `wake` has the worker look again: it is called then.
+    It is `full` from `MAX_UNREAD` events on, until the reader has taken half of them. It then calls `wake`, so that the worker continues.
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
@@ -113,7 +113,7 @@ class Unread:
 
 
 class QueuePlace:
-    """A request's place in the queue, given back once both the worker and the reader are done with it. Any thread may use it."""
+    """A request's place in the queue. It is given back once the worker and the reader are both done with it. Any thread may use it."""
 
     def __init__(self, give_back: Callable[[], None] = lambda: None) -> None:
         self._give_back = give_back
@@ -121,7 +121,7 @@ class QueuePlace:
         self._holders = {"worker", "reader"}
 
     def leave(self, holder: Literal["worker", "reader"]) -> None:
-        """One of them is done; it may say so more than once."""
+        """Notes that a holder is done. Further calls for the same holder have no effect."""
         with self._lock:
             last = self._holders == {holder}
             self._holders.discard(holder)
@@ -132,8 +132,8 @@ class QueuePlace:
 class Job:
     """A request in the worker's queue. The worker sets `prompt`, `prediction` and the compiled `constraint`.
 
-    `children` is what decoding its media may take, shared by all answers to one request, and `unread` what of them its reader has not
-    taken. `client` is the place of the client's key.
+    `children` limits the processor time for decoding media, and `unread` counts events that the reader has not taken. All answers to one
+    request share both. `client` is the index of the client's key.
     """
 
     def __init__(
@@ -158,11 +158,11 @@ class Job:
 
     @property
     def ids(self) -> list[int]:
-        """The prompt's token ids; those of soft rows are negative."""
+        """The prompt's token ids; soft rows have negative ids."""
         return self.prompt.ids if isinstance(self.prompt, MediaPrompt) else self.prompt
 
     def deliver(self, event: StreamEvent) -> None:
-        """Hands an event to the reader."""
+        """Passes an event to the reader."""
         self.unread.add()
         self._deliver(event)
 
@@ -175,10 +175,10 @@ class Job:
 
 
 class ActiveRequest:
-    """A request that holds the session `slot`: turns its decoding rounds into stream events.
+    """A request that runs on the session number `slot`. Turns its decoding rounds into stream events.
 
-    `since` is when it got the session, in seconds of the monotonic clock. While suspended, `slot` is the former one. While it is `stalled`,
-    it has no rounds, because its reader has too much to take.
+    `since` is when it got the session, in seconds of the monotonic clock. While it is suspended, `slot` is its former session. While it
+    is `stalled`, it runs no rounds, because too many events wait for its reader.
     """
 
     def __init__(
@@ -193,11 +193,10 @@ class ActiveRequest:
         client: str = "",
         max_tokens: int | None = None,
     ) -> None:
-        """Prepares the generation; computes nothing yet. `watch` measures its energy.
+        """Prepares the generation; computes nothing yet. `watch` measures its energy. Raises RequestError as `Session.generate` does.
 
-        With `reuse_prefix`, rows that other requests left in the cache are used. `client` names whose cached prompts it may use. An answer
-        has at most `max_tokens`, None: as the context allows.
-        Raises RequestError as `Session.generate` does.
+        With `reuse_prefix`, it uses rows that other requests left in the cache. `client` names the client whose cached prompts it may use.
+        An answer has at most `max_tokens`; None allows as many as fit the context.
         """
         self.job = job
         self.slot, self.since = slot, time.monotonic()
@@ -239,17 +238,17 @@ class ActiveRequest:
         self._share: Share | None = watch.begin() if watch else None
 
     def begin(self) -> None:
-        """Delivers the event that the request was accepted."""
+        """Delivers `Started`."""
         self.job.deliver(Started(prompt_tokens=len(self.job.ids)))
 
     @property
     def client(self) -> int:
-        """The place of the key that sent it."""
+        """The index of the client's key."""
         return self.job.client
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string or the last call that it may have ended the answer."""
+        """Whether a stop string, or the last call that the request allows, has ended the answer."""
         return self._parser.stopped_by is not None or 0 < self._calls == self.job.request.max_calls
 
     def take(self, newest: Round) -> None:
@@ -290,7 +289,7 @@ class ActiveRequest:
         )
 
     def _add(self, events: list[Event], *, drafted: bool) -> None:
-        """Adds what a token ended; a character or stop string that several tokens make up counts for the last of them."""
+        """Adds the events that a token completed. Text that several tokens make up counts as drafted if the last of them was."""
         for event in events:
             self._pending.append(event)
             if isinstance(event, ToolCall):
@@ -318,9 +317,9 @@ class ActiveRequest:
 
 
 class _AnswerLogprobs:
-    """Holds the log probabilities of the answer's tokens until their text is delivered; those of held-back stop strings never are.
+    """Holds the log probabilities of the answer's tokens until their text is delivered; those of a stop string never are.
 
-    Those of a call are kept apart until it is known whether it is one, or text.
+    Entries of a possible call are kept apart until it is known whether it is a call or plain text.
     """
 
     def __init__(self, session: Session) -> None:
@@ -342,16 +341,16 @@ class _AnswerLogprobs:
             (self._call if place == "call" else self._held).append(OutputLogprob(piece=piece, logprob=entry.logprob, top=top))
 
     def drop_call(self) -> None:
-        """Drops those of a call, which has none."""
+        """Drops the entries of a complete call: responses have none for calls."""
         self._call.clear()
 
     def end_call(self) -> None:
-        """Adds those of what is no call, but text."""
+        """Adds the entries that were kept apart: what looked like a call is text."""
         self._held += self._call
         self._call.clear()
 
     def take(self, size: int) -> tuple[OutputLogprob, ...]:
-        """Returns the entries of the tokens that begin in the next `size` bytes of the answer."""
+        """Returns the entries of the tokens that begin within the next `size` bytes of the answer."""
         entries = []
         self._missing += size
         while self._missing > 0 and self._held:

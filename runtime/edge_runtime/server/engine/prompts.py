@@ -1,4 +1,4 @@
-"""Prompts to token ids, with limits on what is tokenized. Any thread may use it."""
+"""Turns prompts into token ids, with limits on what is tokenized. Any thread may use it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from edge_runtime.server.requests.messages import Conversation, SentMedia
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import MARK, ChatTemplate
 
-# Longer texts are measured before they are tokenized: 2 MB take seconds.
+# In bytes. The size of a longer text is checked before it is tokenized, because tokenizing 2 MB takes seconds.
 _SURELY_FAST = 1 << 16
-# What a conversation and its tools may have: each is copied, under the interpreter's lock, before the template's own limits hold.
+# The most texts of a conversation, and of its tools. Each is copied under the interpreter lock, before the template's own limits apply.
 MAX_TEXTS = 1 << 16
-# As many as a template may write.
+# The most characters of these texts: as many as a template may write.
 MAX_CHARACTERS = 1 << 22
-# A prompt of fewer characters and JSON values takes some hundredths of a second at most.
+# Encoding a prompt below these numbers of characters and JSON values takes some hundredths of a second at most.
 _SHORT_CHARACTERS, _SHORT_VALUES = 1 << 15, 1 << 10
 
 
@@ -33,7 +33,7 @@ def media_of(prompt: Prompt) -> list[SentMedia]:
 
 
 def is_short(prompt: Prompt, prediction: str) -> bool:
-    """Whether a prompt with a prediction is encoded so soon that others may wait for it."""
+    """Whether encoding a prompt and its prediction is so quick that other short prompts may wait for it."""
     if not isinstance(prompt, Conversation):
         return len(prompt) + len(prediction) <= _SHORT_CHARACTERS
     left = _SHORT_CHARACTERS - len(prediction)
@@ -64,14 +64,14 @@ class Prompts:
         self._template = template
 
     def with_media(self, ids: Sequence[int], media: Sequence[Media], client: int) -> MediaPrompt:
-        """Returns what `encode` returned, with the soft rows of the conversation's images and sound, kept for this client alone."""
+        """Returns the `ids` of `encode` with the soft rows of the conversation's media. These are cached for this client alone."""
         encoded = self._session.media_prompt(ids, media, client)
         if len(encoded.ids) >= self._context:
             raise self._too_long(len(encoded.ids))
         return encoded
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Returns the prompt's token ids, one for each image or sound. Raises RequestError or ApiError if they do not fit.
+        """Returns the prompt's token ids, with one id for each image or sound. Raises RequestError or ApiError if they do not fit.
 
         Unless `special`, the beginning-of-sequence token is left out.
         """
@@ -83,7 +83,7 @@ class Prompts:
         return ids
 
     def count(self, prompt: Prompt, client: int, children: ChildBudget) -> int:
-        """Returns how many tokens a prompt has, with the rows of its images and sound, also where they do not fit. Raises as `encode`."""
+        """Counts a prompt's tokens, including the rows of its images and sound, even if they do not fit. Raises as `encode` does."""
         ids, media = self._ids(prompt), media_of(prompt)
         if not media:
             return len(ids)
@@ -99,7 +99,7 @@ class Prompts:
             text = self._template.render(
                 messages, tools=prompt.tools, thinking=prompt.thinking, begun=begun, generation_prompt=prompt.generation_prompt
             )
-            # Tools, calls and thoughts count as far as the template writes them.
+            # Of tools, calls and thoughts, only what the template writes counts.
             self._check_size(len(text.replace(MARK, "").encode("utf-8", "replace")))
             ids = self._template.encode_rendered(text)
         elif isinstance(prompt, str):
@@ -111,11 +111,11 @@ class Prompts:
         return ids
 
     def predicted(self, text: str) -> list[int]:
-        """Returns the tokens of a prediction, as many as the context could hold."""
+        """Returns the tokens of a prediction, at most as many as the context holds."""
         return predicted_tokens(text, self._vocabulary, self._context)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, control tokens included. Raises RequestError for ids that are not in the vocabulary."""
+        """Returns the text of tokens, control tokens included. Raises RequestError for ids outside the vocabulary."""
         self._check_ids(tokens)
         return b"".join(self._vocabulary.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 
@@ -133,7 +133,7 @@ class Prompts:
             raise self._too_long(size // self._longest_piece, "at least ")
 
     def _too_long(self, tokens: int, least: str = "") -> ApiError:
-        """Returns the error that clients know by its words: they drop old messages, or take another model."""
+        """Returns the error in the wording that clients recognize. They then drop old messages or choose another model."""
         exceeds = f"the prompt has {least}{tokens} tokens, which exceeds the available context size"
         limit = f"this model's maximum context length is {self._context} tokens, for prompt and answer together"
         return ApiError(

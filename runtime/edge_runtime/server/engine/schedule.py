@@ -1,4 +1,4 @@
-"""Which request gets a session, and what a client may take of a server that others use."""
+"""Which request gets a session, and how much each client may use of a server that it shares with others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY_SECONDS = 2
 
 
 class Places:
-    """The places of running and waiting requests. Each of several clients that has none keeps the chance of one. Any thread may use it."""
+    """The places of running and waiting requests. One stays reserved for each client that holds none. Any thread may use it."""
 
     def __init__(self, capacity: int, clients: int = 1) -> None:
         self._capacity, self._clients = capacity, clients
@@ -32,9 +32,9 @@ class Places:
             return self._held.total()
 
     def take(self, client: int, requests: int = 1) -> None:
-        """Takes places for a client, all or none.
+        """Takes places for all `requests` of a client, or none.
 
-        Raises ApiError: 503 if as many are not free, 429 if the free ones are for other clients, 400 if as many never will be.
+        Raises ApiError: 503 if too few are free, 429 if the free ones are reserved for other clients, 400 if that many are never free.
         """
         limit = max(1, self._capacity - self._clients + 1)
         if requests > limit:
@@ -60,15 +60,15 @@ def _busy(status: int, reason: str, code: str) -> ApiError:
 
 
 class FairPool:
-    """Threads that take work of each client in turn, the oldest of a client first."""
+    """A thread pool that serves clients in turn, and the oldest work of each client first."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # the client whose turn is next first
+        self._waiting: dict[int, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # in the order of the clients' turns
 
     def submit(self, client: int, work: Callable[[], Result]) -> Future[Result]:
-        """Queues work of a client. Raises RuntimeError after `shutdown`."""
+        """Queues work for a client. Raises RuntimeError after `shutdown`."""
         future: Future[Result] = Future()
         with self._lock:
             self._waiting.setdefault(client, deque()).append((future, work))
@@ -76,7 +76,7 @@ class FairPool:
         return future
 
     def shutdown(self) -> None:
-        """Waits until all that is queued has run."""
+        """Waits until all queued work has run."""
         self._pool.shutdown()
 
     def _run_next(self) -> None:
@@ -84,9 +84,9 @@ class FairPool:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the result gets it
+            except BaseException as error:  # noqa: BLE001 - the future passes it to whoever waits for the result
                 future.set_exception(error)
-        del future, work  # an error holds this frame
+        del future, work  # an error's traceback keeps this frame
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]]:
         with self._lock:
@@ -98,20 +98,21 @@ class FairPool:
             return oldest
 
 
-# A request may be as long as the context, so a free session may not come for minutes. Where a client waits that has less than its share,
-# the request that has run longest of the client with most sessions is suspended: its rows are copied out, and it goes on later.
+# A request may be as long as the context, so a session may not become free for minutes. If a client waits that has less than its share,
+# a request of the client with the most sessions is suspended, the one that has run longest: its rows are copied out, and it continues
+# later.
 
 # A request that was passed over this often is served next.
 MAX_PASSED_OVER = 4
-# A request runs so many times as long as a suspension and its end take before it is suspended, in seconds within these.
+# Before it is suspended, a request runs this many times as long as suspending and resuming take, within these limits in seconds.
 SWAP_SHARE = 10.0
 SHORTEST_TURN, LONGEST_TURN = 0.25, 1.0
-# The part of the available memory that the rows of one more suspended request may take.
+# The largest part of the available memory that the rows of one more suspended request may take.
 _MEMORY_SHARE = 0.25
 
 
 class Turns:
-    """Whose turn it is, and how long a request has a session at least."""
+    """Whose turn it is, and for how many `seconds` a request keeps its session at least."""
 
     def __init__(self, sessions: int) -> None:
         self._sessions = sessions
@@ -119,23 +120,23 @@ class Turns:
         self.seconds = SHORTEST_TURN
 
     def next_of(self, waiting: Iterable[int], held: Sequence[ActiveRequest]) -> int:
-        """Returns that of the waiting clients with the fewest sessions; of equals the one whose turn was longest ago, or the first."""
+        """Returns the waiting client with the fewest sessions. Of equals it is the one whose turn was longest ago, else the first."""
         counts = Counter(active.client for active in held)
         return min(waiting, key=lambda client: (counts[client], self._newest.get(client, 0)))
 
     def took(self, client: int) -> None:
-        """A request of this client got a session."""
+        """Notes that a request of this client got a session."""
         self._newest[client] = 1 + max(self._newest.values(), default=0)
 
     def swapped(self, seconds: float) -> None:
-        """Copying rows out and putting them back takes so long, in which no session goes on."""
+        """Notes how long copying rows out and back took. No session runs during that time."""
         self.seconds = min(LONGEST_TURN, max(SHORTEST_TURN, SWAP_SHARE * self._sessions * seconds))
 
     def gives_way(self, held: Sequence[ActiveRequest], client: int, now: float) -> ActiveRequest | None:
-        """Returns which of the requests on sessions, of which none is free, is suspended for the next client; None for none.
+        """Returns which of the `held` requests to suspend for the next `client`, if no session is free; None for none of them.
 
-        One that waits for its reader goes first, whosever it is. Another one goes for a client without a session, or with two less than
-        the client that has most.
+        A request that waits for its reader goes first, whoever its client is. Otherwise its client must have a session when `client` has
+        none, or at least two more sessions than `client` has.
         """
         over = [active for active in held if now - active.since >= self.seconds]
         if stalled := [active for active in over if active.stalled]:
@@ -148,7 +149,7 @@ class Turns:
 
 
 def has_room(target: Target) -> bool:
-    """Whether the rows in a target's cache can be copied into memory, and leave enough of it."""
+    """Whether the rows in a target's cache can be copied, and enough memory is available for the copy."""
     if not isinstance(target, SavableTarget):
         return False
     available = available_memory_bytes()
@@ -157,7 +158,7 @@ def has_room(target: Target) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A free session: its number, its target, when it was last used (a growing count; 0 for never), and whose rows it has."""
+    """A free session. `last_used` is a growing count, 0 if it was never used; `client` is the client whose rows it has."""
 
     number: int
     target: Target
@@ -168,8 +169,8 @@ class Slot:
 def choose_slot(slots: Sequence[Slot], waiting: Sequence[Job], may_reuse: Callable[[Job], bool]) -> tuple[Slot, Job]:
     """Returns the free session and the waiting request that share the longest prefix. `waiting` is oldest first; neither may be empty.
 
-    A cache counts only if it holds at least half of the prompt: a few shared tokens, as all chats have, are not worth discarding the
-    cached rows of another conversation. If no cache counts, the least recently used session is chosen.
+    A cache counts only if it holds at least half of the prompt. All chats share a few tokens; these are not worth discarding the cached
+    rows of another conversation. If no cache counts, the least recently used session is chosen.
     """
     overdue = [job for job in waiting if job.passed_over >= MAX_PASSED_OVER]
     best = max(

@@ -1,4 +1,4 @@
-"""The one thread that uses the sessions: accepts requests, assigns them to sessions and runs their rounds in lockstep."""
+"""The one thread that uses the sessions: it accepts requests, assigns them to sessions and runs their rounds in lockstep."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from edge_runtime.text.channels import after_thoughts
 from edge_runtime.text.chat_template import ChatTemplate
 
 Result = TypeVar("Result")
-# Constraints that are compiled at the same time, each in a process of its own.
+# Number of constraints that are compiled at the same time, each in its own process.
 COMPILERS = 2
-# Requests whose images and sound are decoded at the same time, each file in a process of its own, and the processor time for all of one
-# request's.
+# Number of requests whose images and sound are decoded at the same time, each file in its own process. The seconds are processor time for
+# all media of one request.
 DECODERS = 2
 DECODING_SECONDS = 30.0
 
 
 class Worker:
-    """Serves requests on `sessions` until it is closed; `waiting` requests may wait beyond one per session.
+    """Serves requests on `sessions` until it is closed. Beside one request per session, `waiting` more may wait.
 
-    Any thread may submit. `notify` gets messages for the operator that clients do not get; `watch` measures each request's energy.
+    Any thread may submit. `notify` gets messages for the operator that clients do not see; `watch` measures each request's energy.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Worker:
         clients: Sequence[str] = ("",),
         max_tokens: int | None = None,
     ) -> None:
-        """With `deterministic`, no answer depends on what other requests left in the caches; with `alone`, one request runs at a time.
+        """With `deterministic`, no answer depends on what other requests left in the caches. With `alone`, one request runs at a time.
 
-        `exact` says that rows have the same bits however they were computed: then rows that are there already change no answer.
-        Each of several `clients`, by their names, has its share of the queue, of the sessions and of the turns, and prompts of its own in
-        the prompt cache. An answer has at most `max_tokens`.
+        `exact` says that a row of the KV cache has the same bits however it was computed, so that reusing rows changes no answer. Each of
+        several `clients`, given by their names, gets a fair share of queue, sessions and time, and its own prompts in the prompt cache. An
+        answer has at most `max_tokens`.
         """
         self._client_names = clients
         self._deterministic, self._alone, self._exact = deterministic, alone, exact
         self._max_tokens = max_tokens
         self._sessions = sessions.sessions
         self._lockstep = sessions.decoder
-        if len(clients) > 1 and exact:  # other rows would change with the lengths of pieces
+        if len(clients) > 1 and exact:  # inexact rows would change with the length of a prompt's pieces
             self._lockstep.longest_piece = LONGEST_TURN
         self._template = template
         self._places = Places(len(self._sessions) + waiting, len(clients))
@@ -88,7 +88,7 @@ class Worker:
         self._turns, self._swap_seconds = Turns(len(self._sessions)), 0.0
         self._clock = 0
         self._thread = threading.Thread(target=self._run, name="edge-mtp worker", daemon=True)
-        # Templates and tokenizers have threads of their own, so that a long prompt delays neither rounds nor the short prompts of others.
+        # Templates and tokenizers run in their own threads, so that a long prompt delays neither rounds nor other clients' short prompts.
         self._prompts = Prompts(sessions.sessions[0], template)
         self._readers = FairPool(1, "edge-mtp bodies")
         self._encoder = FairPool(1, "edge-mtp prompts")
@@ -115,20 +115,20 @@ class Worker:
         return running, max(0, self._places.total() - running)
 
     def slots(self) -> list[DecodeStats | None]:
-        """Returns the figures of the request that each session runs; None where it runs none."""
+        """Returns the figures of the request on each session; None for a session that runs none."""
         running = {active.slot: active.generation.stats for active in list(self._active.values())}
         return [running.get(number) for number in range(len(self._sessions))]
 
     def read(self, work: Callable[[], Result], client: int) -> Future[Result]:
-        """Parses a large body in another thread, because it would block the event loop. Errors as in `decode`."""
+        """Runs `work`, which parses a large body, in another thread, because it would block the event loop. Errors as in `decode`."""
         return self._beside(work, self._readers, client)
 
     def encode(self, prompt: Prompt, client: int, *, special: bool = True) -> Future[list[int]]:
-        """Returns the token ids of a prompt. Tokenizes in another thread. Errors as in `decode`, and those of the template."""
+        """Returns a prompt's token ids, computed in another thread. Errors as in `decode`, and those of the template."""
         return self._beside(functools.partial(self._prompts.encode, prompt, special=special), self._encoder_of(prompt), client)
 
     def count(self, prompt: Prompt, client: int) -> Future[int]:
-        """Returns how many tokens a prompt has, those of its images and sound included. Counts in another thread. Errors as in `decode`."""
+        """Counts a prompt's tokens, including those of its images and sound, in another thread. Errors as in `decode`."""
         pool = self._decoders if media_of(prompt) else self._encoder_of(prompt)
         children = ChildBudget(DECODING_SECONDS)
         with self._lock:
@@ -136,15 +136,15 @@ class Worker:
         return self._beside(lambda: self._prompts.count(prompt, client, children), pool, client)
 
     def decode(self, tokens: Sequence[int], client: int) -> Future[str]:
-        """Returns the text of tokens, control tokens included, from the thread for prompts; cancelled before its turn, nothing is computed.
+        """Returns the text of tokens, control tokens included, computed in the thread for prompts.
 
-        The result raises RequestError for ids that are not in the vocabulary. Raises ApiError as `Places.take` does, and 503 if the server
-        is shutting down.
+        If the future is cancelled before its turn, nothing is computed. It raises RequestError for ids outside the vocabulary. This call
+        raises ApiError as `Places.take` does, and with status 503 if the server is shutting down.
         """
         return self._beside(functools.partial(self._prompts.decode, tokens), self._encoder, client)
 
     def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None], client: int = 0) -> list[Job]:
-        """Accepts requests of a client, all or none; `deliver` gets the place of each among them with its events.
+        """Accepts all `requests` of a client, or none. `deliver` gets each event with the index of its request.
 
         Raises ApiError as `decode` does.
         """
@@ -173,7 +173,7 @@ class Worker:
         return self._encoder if is_short(prompt, prediction) else self._long_encoder
 
     def _beside(self, work: Callable[[], Result], pool: FairPool, client: int) -> Future[Result]:
-        """Queues work in a thread apart, counted as a request."""
+        """Queues work in `pool`; it counts as a request until it is done."""
         with self._lock:
             self._accept(client)
             future = pool.submit(client, work)
@@ -181,13 +181,13 @@ class Worker:
         return future
 
     def _accept(self, client: int, requests: int = 1) -> None:
-        """Counts requests in. Raises ApiError as `decode` does; the caller holds the lock."""
+        """Takes places for requests. Raises ApiError as `decode` does. The caller must hold the lock."""
         if self._stopping:
             raise shutting_down()
         self._places.take(client, requests)
 
     def _wake(self) -> None:
-        """Has the worker's thread look again."""
+        """Makes the worker's thread look for changes."""
         self._inbox.put(None)
 
     def _run(self) -> None:
@@ -195,7 +195,7 @@ class Worker:
             self._receive()
             try:
                 self._drop_cancelled()
-                self._go_on()
+                self._continue_stalled()
                 self._assign()
                 if self._lockstep.running:
                     self._step()
@@ -210,7 +210,7 @@ class Worker:
             self._long_encoder,
             self._decoders,
             self._compilers,
-        ):  # in the order in which jobs pass them
+        ):  # in the order in which jobs pass through them
             pool.shutdown()
         self._receive()
         self._fail_all(shutting_down())
@@ -220,7 +220,7 @@ class Worker:
         with contextlib.suppress(queue.Empty):
             if self._lockstep.running or self._stopping:
                 job = self._inbox.get_nowait()
-            else:  # what waits beside requests that wait for their readers may get a session later
+            else:  # if all sessions are stalled, a waiting request may get one when its turn comes, without a message in the inbox
                 job = self._inbox.get(timeout=self._turns.seconds if self._waiting or self._suspended else None)
             while True:
                 if job is not None:
@@ -228,10 +228,10 @@ class Worker:
                 job = self._inbox.get_nowait()
 
     def _admit(self, jobs: Sequence[Job]) -> None:
-        """Encodes the prompt and the prediction that jobs share, in a thread for prompts, and hands the jobs on."""
+        """Encodes the prompt and the prediction that the jobs share, in a thread for prompts, and passes the jobs on."""
         with self._or_fail(jobs):
             request, media = jobs[0].request, media_of(jobs[0].request.prompt)
-            if self._goes_on(jobs):
+            if self._still_wanted(jobs):
                 if media:
                     self._sessions[0].check_media()
                 ids, prediction = self._prompts.encode(request.prompt), self._prompts.predicted(request.prediction)
@@ -243,9 +243,9 @@ class Worker:
                 self._encoded(jobs)
 
     def _decode(self, jobs: Sequence[Job], media: Sequence[SentMedia]) -> None:
-        """Adds images and sound to the prompt that jobs share, in a thread of its own: hostile ones take as long as they may."""
+        """Adds images and sound to the prompt that the jobs share. It has its own threads, because a hostile file uses all its time."""
         with self._or_fail(jobs):
-            if self._goes_on(jobs):
+            if self._still_wanted(jobs):
                 prompt = self._prompts.with_media(jobs[0].ids, [sent.decoded(jobs[0].children) for sent in media], jobs[0].client)
                 for job in jobs:
                     job.prompt = prompt
@@ -258,7 +258,7 @@ class Worker:
             else:
                 self._compilers.submit(job.client, functools.partial(self._compile, job))
 
-    def _goes_on(self, jobs: Sequence[Job]) -> bool:
+    def _still_wanted(self, jobs: Sequence[Job]) -> bool:
         return not (self._stopping or all(job.cancelled for job in jobs))
 
     @contextlib.contextmanager
@@ -270,9 +270,9 @@ class Worker:
                 self._fail(job, error)
 
     def _compile(self, job: Job) -> None:
-        """Compiles a job's constraint, in a thread of its own: that may take seconds, in which other requests go on."""
+        """Compiles a job's constraint. It has its own threads, because this may take seconds, in which other requests continue."""
         with self._or_fail([job]):
-            if self._goes_on([job]):
+            if self._still_wanted([job]):
                 session, prompt = self._sessions[0], job.request.prompt
                 thinking = isinstance(prompt, Conversation) and prompt.thinking
                 constraint = after_thoughts(job.request.constraint, session.vocabulary, job.ids, thinking=thinking)
@@ -286,15 +286,15 @@ class Worker:
         for active in [active for active in (*self._active.values(), *self._suspended) if active.job.cancelled]:
             self._release(active)
 
-    def _go_on(self) -> None:
-        """Lets requests go on whose readers have taken enough."""
+    def _continue_stalled(self) -> None:
+        """Continues stalled requests whose readers have caught up."""
         for active in self._active.values():
             if active.stalled and not active.job.unread.full:
                 active.stalled = False
                 self._lockstep.join(active.generation)
 
     def _assign(self) -> None:
-        """Assigns waiting and suspended requests to free sessions, and to those of requests that are suspended for them."""
+        """Assigns waiting and suspended requests to free sessions. If none is free, suspends a request whose turn is over."""
         while ready := [*(active.client for active in self._ready()), *(job.client for job in self._waiting)]:
             held = [*self._active.values()]
             client = self._turns.next_of(ready, held)
@@ -309,7 +309,7 @@ class Worker:
                 return
 
     def _ready(self) -> Iterator[ActiveRequest]:
-        """The suspended requests whose readers have taken enough."""
+        """The suspended requests whose readers have caught up."""
         return (active for active in self._suspended if not active.job.unread.full)
 
     def _free_slots(self) -> list[Slot]:
@@ -345,18 +345,18 @@ class Worker:
         active.begin()
 
     def _may_reuse(self, job: Job) -> bool:
-        """Whether a request may use rows that another one computed. With a seed that must not change the answer."""
+        """Whether a request may use rows that another one computed. With a seed, only exact rows: the answer must not change."""
         return not self._deterministic and (self._exact or not job.request.repeatable)
 
     def _give(self, slot: Slot, client: int) -> None:
-        """Gives a session to another client, at once without the rows of the one before: `cached_tokens` and times would reveal them."""
+        """Gives a session to a client. Another client's rows are dropped at once: `cached_tokens` and times would reveal them."""
         if client != slot.client:
             with self._sessions[slot.number].exclusive():
                 slot.target.rollback(0)
             self._clients[slot.number] = client
 
     def _suspend(self, active: ActiveRequest) -> bool:
-        """Copies the rows of a request out of its session, which is free then; returns whether that was possible."""
+        """Frees a session: copies the rows of its request out. Returns whether that was possible."""
         begin = time.monotonic()
         if self._alone:
             return False
@@ -365,7 +365,7 @@ class Worker:
                 raise MemoryError
             active.generation.suspend()
         except (EdgeRuntimeError, MemoryError):
-            active.since = begin  # it goes on, and is asked again a turn later
+            active.since = begin  # it keeps its session for one more turn
             return False
         self._vacate(active)
         self._suspended.append(active)
@@ -420,7 +420,7 @@ class Worker:
         self._last_used[active.slot] = self._clock
 
     def _end(self, active: ActiveRequest) -> None:
-        """Counts a request that has no session any more."""
+        """Ends the measurements of a request that has left its session, and records its figures."""
         active.end_energy()
         active.job.place.leave("worker")
         try:
@@ -432,11 +432,11 @@ class Worker:
         job.place.leave("worker")
         if not isinstance(error, RequestError | ApiError):
             self._notify(str(error) if isinstance(error, EdgeRuntimeError) else "".join(traceback.format_exception(error)))
-        # Only the message: the frames of a traceback hold the request, and the error in them.
+        # Without its traceback, whose frames would keep the request, and the error itself, in memory.
         job.deliver(Failed(error=to_api_error(error).alone()))
 
     def _fail_all(self, error: Exception) -> None:
-        """Fails every request with `error` and clears the caches, whose contents are no longer trusted."""
+        """Fails every request with `error` and clears the caches, whose contents can no longer be trusted."""
         begun = [*self._active.values(), *self._suspended]
         for active in begun:
             active.end_energy()
@@ -450,5 +450,5 @@ class Worker:
 
 
 def shutting_down() -> ApiError:
-    """Returns the error of requests that come, or are waiting, when the server ends."""
+    """Returns the error for requests that arrive or wait while the server shuts down."""
     return ApiError(503, "the server is shutting down; try again when it is back", code="shutting_down")

@@ -15,12 +15,12 @@ from edge_runtime.server.errors import ApiError, invalid
 from edge_runtime.server.json_text import MAX_VALUES, PIECE, parse_object
 
 READ_SECONDS = 30.0
-# Bodies that have not arrived may have as many bytes together. Small ones are not counted: they never have to wait for large ones.
+# The most bytes of all bodies that are still arriving. Small bodies are not counted, so large ones never displace them.
 MAX_ARRIVING = 64 << 20
 SMALL_BODY = 64 << 10
 TRIM_SECONDS = 5.0
-TRIM_INTERVAL = 60.0  # each takes the locks of malloc, for which all threads wait
-_NOW = 0.0
+TRIM_INTERVAL = 60.0  # a trim takes malloc's locks, and all threads wait for them
+_NOW = 0.0  # a time in the past: a timeout rescheduled to it expires at once
 _arriving: dict[asyncio.Timeout, int] = {}  # oldest first
 
 
@@ -32,9 +32,9 @@ class BodyLimit:
     values: int
 
 
-# Room for images and sound in base64.
+# Enough for images and sound in base64.
 MEDIA_BODY = BodyLimit(16 << 20, MAX_VALUES)
-# Room for 32 prompts of 16384 token ids, which are values.
+# Enough for 32 prompts of 16384 token ids; each id is a value.
 TEXT_BODY = BodyLimit(8 << 20, 1 << 19)
 
 
@@ -59,14 +59,14 @@ async def read_body(pieces: AsyncIterator[bytes], announced: str | None, limit: 
 
 
 class Trimmer:
-    """Gives memory back to the system after large bodies: glibc keeps what they took, hundreds of megabytes, in the gaps of its heap."""
+    """Returns freed memory to the system after large bodies. Otherwise glibc keeps hundreds of megabytes in the gaps of its heap."""
 
     def __init__(self) -> None:
         self._due = False
         self._earliest = 0.0
 
     def after_request(self) -> None:
-        """Does so a while after the end of this task's request, which holds its memory until then; at most once in each interval."""
+        """Schedules a trim for a while after this task ends, since it holds the request's memory. Trims at most once in each interval."""
         if task := asyncio.current_task():
             task.add_done_callback(self._ended)
 
@@ -83,7 +83,7 @@ class Trimmer:
 
 
 def _make_room(timeout: asyncio.Timeout, size: int) -> None:
-    """Notes how much of a body has arrived, and gives up the oldest others where all are too large together."""
+    """Records how much of a body has arrived. If all arriving bodies together are too large, lets the oldest time out."""
     if size > SMALL_BODY and timeout.when() != _NOW:
         _arriving[timeout] = size
     while sum(_arriving.values()) > MAX_ARRIVING:
@@ -93,7 +93,7 @@ def _make_room(timeout: asyncio.Timeout, size: int) -> None:
 
 
 def parse_json(body: bytes | bytearray, limit: BodyLimit = MEDIA_BODY) -> dict[str, Any]:
-    """Parses a JSON object. Raises ApiError if `body` is not one, or beyond a limit."""
+    """Parses a JSON object. Raises ApiError if `body` is not one, or exceeds a limit."""
     try:
         decoder = codecs.getincrementaldecoder(json.detect_encoding(body))("surrogatepass")
         text = "".join(decoder.decode(body[start : start + PIECE], start + PIECE >= len(body)) for start in range(0, len(body), PIECE))

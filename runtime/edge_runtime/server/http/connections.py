@@ -1,4 +1,4 @@
-"""Limits of connections, and running uvicorn until a signal. The only module that imports uvicorn."""
+"""Limits on connections, and running uvicorn until a signal. The only module that imports uvicorn."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from edge_runtime.server.http.guard import App
 
 # Grace period for clients that do not read: the worker's streams end after the current round anyway.
 _SHUTDOWN_SECONDS = 5
-# uvicorn waits without limit for the end of a request's head and for clients that do not read: a few hundred such connections, which
+# uvicorn has no time limit for a request's head, nor for a client that does not read its response. A few hundred such connections, which
 # need no API key, would block all other clients.
 HEAD_SECONDS = 30.0
 UNREAD_SECONDS = 30.0
-# A line of a head and a chunk of a body take the event loop as long as kilobytes of others: a megabyte of them takes seconds, in which
-# nobody else is served.
+# Each line of a head and each chunk of a body costs the event loop as much time as kilobytes of plain data. A megabyte of tiny ones would
+# take seconds, in which no other client is served.
 MAX_HEAD_BYTES = 16 << 10
 MAX_HEAD_LINES = 100
 FREE_CHUNKS = 512
 _CHUNK_BYTES = 1 << 10
-# Requests one behind the other that a connection may send before it has read an answer: the last is answered, and ends it.
+# How many requests in a row a connection may pipeline, which means: send before the answer to the previous one. The answer to the last of
+# them ends the connection.
 MAX_PIPELINED = 16
-# Connections that are accepted at once: asyncio accepts so many before it looks at one, and where descriptors run out, complains so often.
+# Connections that are accepted at once. asyncio accepts this many before it serves one, and where descriptors run out, logs as many errors.
 _ACCEPTED = 32
 _BACKLOG = 1024
-# Descriptors of what has been accepted and is not yet ended, of children, and of files.
+# File descriptors for connections that are just being accepted or closed, for child processes and for files.
 _OTHER_DESCRIPTORS = 192
 _FEWEST = 8
 _BOTH_LENGTHS = {b"content-length", b"transfer-encoding"}
@@ -43,7 +44,7 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class LimitedHttp(h11.Connection):
-    """Refuses a head of very many lines, a body of two lengths, and one in very many small chunks."""
+    """Refuses a head that is too large or has too many lines, a body with two lengths, and a body in very many small chunks."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """Returns the next event. Raises h11.RemoteProtocolError."""
@@ -53,7 +54,7 @@ class LimitedHttp(h11.Connection):
                 raise h11.RemoteProtocolError("a large head")
         event = super().next_event()
         if isinstance(event, h11.Request):
-            if {name for name, _ in event.headers} >= _BOTH_LENGTHS:  # a proxy that takes the other one sees other requests
+            if {name for name, _ in event.headers} >= _BOTH_LENGTHS:  # a proxy that uses the other one sees other requests
                 raise h11.RemoteProtocolError("two lengths of a body")
             self._left = FREE_CHUNKS * _CHUNK_BYTES
         elif isinstance(event, h11.Data):
@@ -69,20 +70,21 @@ class TimedProtocol(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = LimitedHttp(h11.SERVER, MAX_HEAD_BYTES)
-        # uvicorn would count the tasks of closed connections, which end some rounds of the event loop later.
+        # uvicorn's own limit would also count the tasks of closed connections, which end a few iterations of the event loop later.
         self._room, self.limit_concurrency = self.limit_concurrency, None
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._since = 0.0  # of the head that is awaited, of the body, or of the answer that is not read
-        self._ahead = 0  # bytes of further requests that have arrived behind the one that is answered
-        self._pipelined = 0  # answers in a row behind which the next request waited already
+        self._since = 0.0  # when the wait began: for the head, for the body, or for the client to read the answer
+        self._ahead = 0  # bytes of further requests that have arrived before this one is answered
+        self._pipelined = 0  # requests in a row behind which the next one had already arrived
         self._discards = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts the head timeout. At the connection limit, closes the connection whose client has sent no complete request the longest.
+        """Starts the head timeout. At the connection limit, closes another connection first.
 
-        Where all have, the one that has not read its answer the longest; where all read, the one that has sent the most requests ahead;
-        where all wait for one answer, this one's request will get status 503.
+        It is the one that has been without a complete request for the longest time. If there is none, it is the one that has not read its
+        answer for the longest time; if there is none, the one that has pipelined the most bytes. If all others just wait for an answer,
+        this connection's request will get status 503.
         """
         super().connection_made(transport)
         if self._room is not None and len(self.connections) >= self._room and not self._close_another():
@@ -96,14 +98,14 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Drops what comes after the last answer."""
+        """Drops what arrives after the last answer."""
         if not self._discards:
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Ends the head timeout once the head is complete; the body has a limit of its own."""
+        """Ends the head timeout once the head is complete; the body has its own time limit."""
         super().handle_events()
-        self._ahead = len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0  # copies them
+        self._ahead = len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0  # trailing_data is a copy
         if self._head is not None and self.cycle is not None and not self.cycle.response_complete:
             self._cancel_head_timeout()
             self._since = self.loop.time()
@@ -118,7 +120,10 @@ class TimedProtocol(H11Protocol):
             self._end()
 
     def _end(self) -> None:
-        """Sends no more; the client closes, or the head timeout. A socket closed with unread bytes may lose answers on their way."""
+        """Sends no more, and leaves closing to the client or to the head timeout.
+
+        A socket that is closed with unread bytes may lose answers that are on their way.
+        """
         self._discards = True
         self.transport.write_eof()
         self.flow.resume_reading()
@@ -137,7 +142,7 @@ class TimedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's own text does not say what to do
-        """Answers what is no HTTP, or beyond a limit of it, and closes the connection."""
+        """Answers a request that is not valid HTTP or exceeds a limit, and closes the connection."""
         limits = f"has a head of more than {MAX_HEAD_LINES} lines or {MAX_HEAD_BYTES} bytes"
         limits += ", both Content-Length and Transfer-Encoding, or a body in very many small chunks"
         super().send_400_response(f"the request is not valid HTTP, {limits}; send few headers, and the body with a Content-Length alone")
@@ -146,7 +151,7 @@ class TimedProtocol(H11Protocol):
         """Says nothing: the guard refuses these requests."""
 
     def _close_another(self) -> bool:
-        """Returns whether there was one."""
+        """Closes the connection that `connection_made` names; returns whether there was one."""
         others = [other for other in self.connections if isinstance(other, TimedProtocol)]
         waiting = [other for other in others if other._awaits_request()] or [other for other in others if other._unread is not None]
         if waiting or (waiting := [other for other in others if other._ahead]):
@@ -157,7 +162,7 @@ class TimedProtocol(H11Protocol):
         return bool(waiting)
 
     def _awaits_request(self) -> bool:
-        """Whether a head has not arrived, or a body that nobody has refused."""
+        """Whether the head is incomplete, or a body that was not refused."""
         return self._head is not None or (self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete)
 
     def _start_head_timeout(self) -> None:
@@ -172,7 +177,7 @@ class TimedProtocol(H11Protocol):
 
 
 def room_for(connections: int) -> int:
-    """Returns how many connections the system has descriptors for; asks it for more where it gives this process few."""
+    """Returns for how many connections, at most `connections`, there are descriptors. Raises the process's limit if it is too low."""
     if find_spec("resource") is None:  # Windows
         return connections
     import resource
@@ -188,7 +193,7 @@ def room_for(connections: int) -> int:
 
 
 def server_config(app: App, connections: int) -> uvicorn.Config:
-    """Returns the uvicorn configuration for at most `connections` connections at once."""
+    """Returns the uvicorn configuration for at most `connections` simultaneous connections."""
     return uvicorn.Config(
         app,
         http=TimedProtocol,
@@ -207,12 +212,12 @@ def server_config(app: App, connections: int) -> uvicorn.Config:
 
 
 def run_server(config: uvicorn.Config, stop: Callable[[], None], listener: socket.socket) -> None:
-    """Runs until a signal. `stop` is called first, as uvicorn would otherwise wait for all responses to end."""
+    """Runs until a signal. Then `stop` is called first, because uvicorn would otherwise wait for all responses to end."""
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            listener.listen(_BACKLOG)  # that of the system, which asyncio made as small as what it accepts at once
+            listener.listen(_BACKLOG)  # asyncio has set the system's backlog to `_ACCEPTED`
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             stop()

@@ -14,14 +14,15 @@ from typing import Any
 
 from edge_runtime.server.errors import ApiError, ErrorForm, form_for
 
-# Clients that are configured for llama-server, by host and port alone, leave the prefix out. Not /completions: there that is another API.
+# Clients that are configured for llama-server, by host and port alone, omit the prefix. /completions is missing here, because it is
+# another API in llama-server.
 _BARE = re.compile(r"/(chat/completions|responses)(/input_tokens)?|/messages(/count_tokens)?|/models(/.*)?|/embeddings", re.DOTALL)
 _PREFIX = "/v1"
 _HEALTH = "/health"
 
 
 def canonical(path: str) -> str:
-    """Returns the path that a request means: without a slash at its end, and with the prefix of OpenAI's API."""
+    """Returns the path that a request means: without repeated or trailing slashes, and with the prefix of OpenAI's API."""
     path = re.sub("/{2,}", "/", path).rstrip("/") or "/"
     if _BARE.fullmatch(path):
         return _PREFIX + path
@@ -29,7 +30,7 @@ def canonical(path: str) -> str:
 
 
 def nearest(path: str, known: Collection[str]) -> str:
-    """Returns what to do about a path that does not exist: the nearest one there is, or where to look."""
+    """Returns advice about a path that does not exist: the most similar known path, or where to look."""
     near = difflib.get_close_matches(path[:200], known, n=1)
     return f"did you mean {near[0]}?" if near else "see GET /v1/models"
 
@@ -40,16 +41,16 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-# Of `origins`: the websites that this machine serves, at any port.
+# A value of `origins` that stands for the websites of this machine, at any port.
 THIS_MACHINE = "localhost"
-# The page asks the user for the key, and health checks have none.
+# Paths that need no key: the page asks the user for it, and health checks have none.
 OPEN_PATHS = frozenset({"/", "/health"})
-# Where the scope of an allowed request has the place of its key among all keys.
+# The name in an allowed request's ASGI scope that has the index of the client's key.
 CLIENT = "edge_mtp.client"
 
 
-# What scripts of allowed websites may send; the headers of a preflight are repeated. Nothing is deleted here, but a script that tries
-# gets this server's sentence, not its browser's.
+# Methods that scripts of allowed websites may use; the headers that a preflight asks for are all allowed. No path takes DELETE, but a
+# script that tries it gets this server's error message instead of its browser's.
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _PREFLIGHT_SECONDS = 600
 _HOST = re.compile(r"(\[(?P<ipv6>[^\[\]]*)\]|(?P<name>[^:\[\]]*))(:[0-9]*)?")
@@ -57,12 +58,12 @@ _SEVERAL_ORIGINS = ApiError(403, "the request has several Origin headers; send o
 
 
 class Guard:
-    """Passes allowed requests on to `app`, by the paths that it knows.
+    """Passes allowed requests on to `app`, with canonical paths.
 
     Starlette's TrustedHostMiddleware and CORSMiddleware do not answer in the API's error format, so they are not used.
 
-    `hosts` None accepts any Host header; without `keys` none is required. `origins` are the websites (scheme://host:port) whose scripts may
-    use the server; "*" is all of them, "localhost" those of this machine, at any port.
+    `hosts` None accepts any Host header. Without `keys`, no key is required. `origins` has the websites (scheme://host:port) whose scripts
+    may use the server; "*" stands for all websites, "localhost" for those of this machine, at any port.
     """
 
     def __init__(self, app: App, *, hosts: frozenset[str] | None, keys: Sequence[str] = (), origins: Collection[str] = ()) -> None:
@@ -122,9 +123,9 @@ class Guard:
         return None
 
     def _client(self, headers: Mapping[str, str]) -> int | None:
-        """Returns the place of the key that was sent, in OpenAI's header or in Anthropic's; None for another.
+        """Returns the index of the key that was sent in OpenAI's or Anthropic's header; None if it is unknown.
 
-        The time does not depend on which it is.
+        The comparison always takes the same time, so that it does not reveal a key.
         """
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         sent = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
@@ -138,7 +139,7 @@ def _is_local(origin: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """Returns a Host header without port and brackets; nothing if it is malformed."""
+    """Returns a Host header without port and brackets; an empty string if it is malformed."""
     parts = _HOST.fullmatch(host)
     return (parts["ipv6"] or parts["name"] or "") if parts else ""
 
@@ -179,24 +180,24 @@ def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
-# Where the scope of a request has the list of what the line says of it beside method, path, status and time.
+# The name in a request's ASGI scope that has a list of remarks for the log line, beside method, path, status and time.
 REMARKS = "edge_mtp.remarks"
 _ID = b"x-request-id"
 _ID_OF_ANTHROPIC = b"request-id"
 _SENT_ID = re.compile(rb"[!-~]{1,128}")
-_SHOWN = 100  # characters of a path
+_SHOWN = 100  # logged characters of a path
 _NO_ANSWER = 499
 
 
 class AccessLog:
-    """Passes requests on to `app`; `write` gets a line when one has ended. The line has no text of a prompt or of an answer."""
+    """Passes requests on to `app`; `write` gets a line when a request has ended. It never has text of a prompt or an answer."""
 
     def __init__(self, app: App, write: Callable[[str], None]) -> None:
         self._app = app
         self._write = write
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Adds the id to the response under both names that clients read: their own, if they sent one as x-request-id."""
+        """Adds a request id to the response, in both headers that clients read. It is the client's own x-request-id, if there is one."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -216,5 +217,5 @@ class AccessLog:
         finally:
             path = repr(scope["path"][:_SHOWN])[1:-1]  # without control characters, which a terminal would obey
             line = f"{scope['method']} {path} {status} in {time.perf_counter() - begin:.2f} s"
-            with contextlib.suppress(OSError, ValueError):  # the terminal is gone, which ends no request
+            with contextlib.suppress(OSError, ValueError):  # a closed terminal must not end the request
                 self._write(": ".join([line, ", ".join(remarks)] if remarks else [line]))

@@ -1,10 +1,10 @@
 "use strict";
-// Markdown as elements, never as HTML text. Every character keeps its place in the source, so that accepted drafts can be marked.
+// Renders Markdown as elements, never as HTML text. The position of each character in the source is tracked, to mark accepted drafts.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/, HEADING = /^(#{1,6})\s+(.*)$/, RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+/, QUOTE = /^ {0,3}> ?/, ROW = /^\s*\|.*\|\s*$/, DIVIDER = /^\s*\|?(\s*:?-+:?\s*\|)+\s*:?-*:?\s*$/;
 const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|\*\*(?=\S)(.+?\S?)\*\*|__(?=\S)(.+?)__(?!\w)|\*(?=[^\s*])([^*]+?)\*|(?<!\w)_(?=\S)([^_]+?)_(?!\w)|\[([^\]\n]{1,300})\]\(([^\s)]+)\)/;
-// The patterns take time in proportion to the square of a line's length: a longer one is shown as it is.
+// The patterns take quadratic time in a line's length, so a longer line is shown as plain text.
 const LONGEST_LINE = 2000;
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
@@ -14,7 +14,7 @@ function element(parent, tag, name = "") {
   return made;
 }
 
-// `drafted[i]` is 1 where character i of the source is of an accepted draft.
+// `drafted[i]` is 1 if character i of the source comes from an accepted draft.
 function markdown(parent, source, drafted = []) {
   parent.replaceChildren();
   const lines = [];

@@ -10,18 +10,18 @@ let talk = [];  // {role, content, media, thoughts, calls, figures, drafted, err
 let running = null, editing = null;
 let model = null;  // `meta` of /v1/models
 const TRY = ["Explain speculative decoding in three sentences.", "Write a Python function that merges two sorted lists.", "Translate into German: The train leaves at noon."];
-// For the shipped examples, which say what they are: one that answers, one that continues text.
+// Suggestions for the two example models, which have a description: one answers questions, the other continues code.
 const ASK = ["What is a stack?", "How do I read a file?", "What is a drafter?"];
 const CONTINUE = ["def fibonacci(n):", "class Stack:", "import unittest"];
-const CONTINUED = 200;  // tokens; it would go on until the context is full
+const CONTINUED = 200;  // tokens; without a limit, it would continue until the context is full
 let attached = [];  // {name, bytes, part}: files of the next message, each with its part of the request
-// Of all media that a request sends; base64 makes a third more of them, and a request has at most 16 MiB.
+// The most bytes of all media in a request. Base64 makes them a third larger, and a request has at most 16 MiB.
 const MEDIA_BYTES = 12e6;
 const SOUNDS = { "audio/wav": "wav", "audio/x-wav": "wav", "audio/mpeg": "mp3", "audio/flac": "flac", "audio/x-flac": "flac" };
 const IMAGES = ["image/jpeg", "image/png", "image/webp"];
 
 const stored = (where, name) => { try { return JSON.parse(where.getItem(`edge-mtp.${name}`)); } catch { return null; } };
-// Whether it was stored: the place may be full, or not allowed.
+// Returns whether the value was stored: the storage may be full or disabled.
 const store = (where, name, value) => { try { where.setItem(`edge-mtp.${name}`, JSON.stringify(value)); return true; } catch { return false; } };
 const headers = () => ({ "Content-Type": "application/json", ...($("key").value && { Authorization: `Bearer ${$("key").value}` }) });
 
@@ -63,7 +63,7 @@ function button(parent, text, act) {
   return made;
 }
 
-// A button that is a drawing; its name is read aloud, and shown where the pointer rests.
+// A button with a drawing. Screen readers read its name, and the pointer shows it.
 function icon(parent, name, act) {
   const made = button(parent, "", act);
   made.className = "icon";
@@ -99,13 +99,13 @@ function show(message) {
   if (following) $("talk").scrollTop = $("talk").scrollHeight;
 }
 
-// What a model that continues code writes is shown as code: as Markdown it would lose its indentation.
+// Shows the text of a model that continues code as code, because Markdown would lose its indentation.
 function written(parent, content, drafted) {
   if (model?.description && !model.answers && !content.includes("```")) plain(element(parent, "pre", "code"), content, 0, drafted);
   else markdown(parent, content, drafted);
 }
 
-// The figures of an answer, and what can be done with a message.
+// The figures of an answer, and the buttons of a message.
 function foot(article, message) {
   const row = element(article, "div", "foot");
   if (message.figures) element(row, "p", "figures").textContent = message.figures;
@@ -117,7 +117,7 @@ function foot(article, message) {
   }
 }
 
-// The first screen: what the model is, and what can be tried.
+// The first screen: what the model is, and suggestions to try.
 function introduce() {
   const article = element($("talk"), "article", "introduction");
   if (model.description) element(article, "p").textContent = `This model is ${model.description}.`;
@@ -149,7 +149,7 @@ function redraw() {
 
 async function ask() {
   const mine = talk, message = { role: "assistant", content: "", thoughts: "", calls: "", figures: "", drafted: [], error: "" };
-  // What got no answer is not sent again.
+  // A message that got no answer is not sent again.
   const sent = talk.filter(({ content }, i) => content && talk[i + 1]?.content !== "").map(({ role, content, media }) => ({
     role, content: media?.some(({ part }) => part) ? [...media.flatMap(({ part }) => part ?? []), { type: "text", text: content }] : content,
   }));
@@ -191,7 +191,7 @@ async function ask() {
   busy(false);
   keep();
   redraw();
-  // Once, when it is complete: a screen reader would begin anew with every piece.
+  // Only once, when the answer is complete: a screen reader would start again with every piece.
   $("status").textContent = message.error || `Answer: ${message.view.querySelector(".text").textContent}`;
 }
 
@@ -257,7 +257,7 @@ async function attach(files) {
   showAttached();
 }
 
-// For all to see, and for screen readers.
+// Shows why a file is refused, also to screen readers.
 function refuse(sentence) {
   $("refused").textContent = $("status").textContent = sentence;
   $("refused").hidden = !sentence;
@@ -306,7 +306,7 @@ function files(event) {
 async function copy(text, where) {
   try {
     await navigator.clipboard.writeText(text);
-  } catch {  // outside a secure context there is only the old way
+  } catch {  // the clipboard API exists in secure contexts only
     const area = element(document.body, "textarea", "unseen");
     area.value = text;
     area.select();
@@ -360,7 +360,7 @@ function start() {
   name();
 }
 
-// In the chosen colours, or in those of the system.
+// Applies the chosen colours, or those of the system.
 function dress() { document.documentElement.style.colorScheme = $("theme").value || "light dark"; }
 
 function unfold(id, open) {

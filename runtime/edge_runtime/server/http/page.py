@@ -1,4 +1,4 @@
-"""The chat page at /: one file, put together of page.html, page.css and three scripts, that loads nothing else.
+"""The chat page at /: one file, assembled from page.html, page.css and three scripts. It loads nothing else.
 
 Its content security policy allows requests to this server only.
 """

@@ -1,4 +1,4 @@
-// The talks that this browser keeps, newest first: their list, and what is stored of them. They never leave it.
+// The chats that this browser stores, newest first. They never leave it.
 
 const MOST_TALKS = 50, TITLE = 80;
 let talkId = newId();
@@ -8,7 +8,7 @@ function newId() { return `${Date.now()}-${Math.random()}`; }
 
 const keptTalks = () => stored(localStorage, "talks") ?? [];
 
-// Over a reload with its images and sounds; in the list without them, since browsers keep 5 MB for a page.
+// Stores the open chat: for a reload with its images and sounds, in the list without them, because browsers grant a page 5 MB.
 function keep() {
   store(sessionStorage, "talk", talk.map(({ view, open, ...message }) => message));
   store(sessionStorage, "talk-id", talkId);
@@ -31,13 +31,13 @@ function listTalks() {
   $("remove-all").hidden = !all.length;
 }
 
-// What is open stays open, and is kept again with its next answer.
+// Removes stored chats. An open chat stays open, and is stored again with its next answer.
 function remove(which) {
   store(localStorage, "talks", keptTalks().filter((one) => !which(one)));
   listTalks();
 }
 
-// Leaves the talk that is open for another one.
+// Replaces the open chat with another one.
 function begin(id, messages) {
   if (running) keep();
   running?.controller.abort();

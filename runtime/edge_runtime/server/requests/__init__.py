@@ -1,1 +1,1 @@
-"""The fields that all interfaces share, and those of OpenAI's chat and completions: JSON to a checked request."""
+"""Turns JSON into a checked request: the fields that all APIs share, and those of OpenAI's chat and completions."""

@@ -1,6 +1,6 @@
-"""Completion requests: reads the JSON fields of both endpoints, tools included, and maps each to runtime options or refuses it.
+"""Reads requests for chat and text completions, tools included: maps each JSON field to runtime options, or refuses it.
 
-POST /tokenize and /detokenize too, with the field names of llama-server and of vLLM.
+Also reads POST /tokenize and /detokenize, with the field names of llama-server and vLLM.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 def read_tools(body: Fields) -> Tools:
-    """Returns the function declarations; none if tool_choice is "none". Raises ApiError.
+    """Returns the declared functions; none if tool_choice is "none". Raises ApiError.
 
-    Tools of other types, which their servers run, are left out, and functions that a tool_choice of allowed tools does not name.
+    Leaves out tools of other types, which a provider's own server would run, and functions that `allowed_tools` does not name.
     """
     tools = []
     for fields in body.objects("tools", MAX_TOOLS):
@@ -51,7 +51,7 @@ def read_tools(body: Fields) -> Tools:
 
 
 def left_out(tool: Fields, kind: str | None) -> None:
-    """Notes a tool that is no function. Raises ApiError for one without a type."""
+    """Remarks that a tool is left out because it is not a function. Raises ApiError for a tool without a type."""
     if not kind:
         raise tool.wrong("type", "is missing; a tool is of the type 'function'")
     tool.remarks.append(f"a tool of the type {kind[:40]!r} is left out; this server runs none, a client runs functions")
@@ -69,7 +69,7 @@ def read_constraint(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> Gbnf 
 
 
 def read_text_constraint(fields: Fields) -> Gbnf | JsonSchema | None:
-    """Returns what the answer's text must be: JSON by `response_format` or llama-server's `json_schema`, or of its `grammar`."""
+    """Returns the constraint on the answer's text: by `response_format`, or by `json_schema` or `grammar` of llama-server."""
     schema = _json_schema(fields)
     if (top := fields.object("json_schema")) is not None:
         _require_library(fields, "json_schema")
@@ -105,7 +105,7 @@ def _tool_calls(fields: Fields, declared: Mapping[str, Mapping[str, Any] | None]
 
 
 def _allowed(body: Fields) -> set[str] | None:
-    """Returns the names of the functions that a tool_choice of the type `allowed_tools` leaves; None for other choices."""
+    """Returns the names of the functions that a tool_choice of the type `allowed_tools` allows; None for other choices."""
     if not isinstance(body.get("tool_choice"), dict):
         return None
     choice = body.inner("tool_choice")
@@ -121,7 +121,7 @@ def _json_schema(fields: Fields) -> JsonSchema | None:
     if kind == "text":
         return None
     _require_library(fields, "response_format")
-    if kind == "json_object":  # some clients send the schema beside it
+    if kind == "json_object":  # some clients send a schema with this type
         return JsonSchema(response_format.object("schema") or {"type": "object"})
     named = response_format.inner("json_schema")
     schema = named.object("schema")
@@ -138,7 +138,7 @@ def _require_library(fields: Fields, name: str) -> None:
 MAX_CHOICES = 32
 MAX_PROMPTS = 32
 COMPLETION_TOKENS = 16  # the API's own default for /v1/completions
-# Characters of a prediction that are kept while its request waits and runs: no more are tokenized.
+# The most characters of a prediction that are kept while its request waits and runs. No more are tokenized.
 MAX_PREDICTED = PREDICTED_CHARACTERS * MAX_TOKENS
 # Sent by general-purpose clients; they have no effect here.
 IGNORED_FIELDS = frozenset(
@@ -177,7 +177,8 @@ _CHAT = (
     }
 )
 _COMPLETION = IGNORED_FIELDS | _SHARED | {"best_of", "echo", "prompt", "suffix", "verbosity"}
-# What llama-server and vLLM have beside: control tokens in a text stay text, and pieces come from /detokenize.
+# Further fields of llama-server and vLLM, with the values that are accepted: here control tokens in a text stay text, and the pieces of
+# tokens come from /detokenize.
 _TOKENIZING: Mapping[str, Sequence[Any]] = {"parse_special": (False,), "return_token_strs": (False,), "with_pieces": (False,)}
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "draft_spans")
 Prompt = str | tuple[int, ...] | Conversation
@@ -187,10 +188,10 @@ Prompt = str | tuple[int, ...] | Conversation
 class CompletionRequest:
     """One answer to generate. `prompt` is text, token ids or a conversation; `max_tokens` None means up to the end of the context.
 
-    Of the sampling, the request names what is `given`; the bundle's own values count for the rest. Before `min_tokens` tokens no end token
-    comes. `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities. `draft_length` None
-    lets the server decide. `prediction` is a text that the answer is expected to repeat. The answer ends behind `max_calls`; with 0, calls
-    are text. With `call_pieces` a call comes as it is written, not whole alone.
+    `sampling_fields` names the values of `sampling` that the request gives; the rest come from the bundle. No end token is drawn before
+    `min_tokens` tokens. `logprobs` is the number of likeliest tokens to report with each token; None reports no log probabilities.
+    `draft_length` None lets the server decide. `prediction` is a text that the answer is expected to repeat. The answer ends after
+    `max_calls` tool calls; with 0, calls are treated as text. With `call_pieces`, a call is delivered in pieces while it is written.
     """
 
     prompt: Prompt
@@ -208,7 +209,7 @@ class CompletionRequest:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the answer must be the same each time: with a seed, nothing may depend on other requests or on drafts."""
+        """Whether the answer must be the same each time: with a seed, it may not depend on other requests or on drafts."""
         return self.sampling.seed is not None
 
 
@@ -216,7 +217,7 @@ class CompletionRequest:
 class ApiRequest:
     """A valid request: `n` choices for each prompt, those of the first prompt first, and how they are sent.
 
-    `remarks` are for the operator: what of the request is left out.
+    `remarks` tell the operator which parts of the request are ignored.
     """
 
     choices: tuple[CompletionRequest, ...]
@@ -271,9 +272,9 @@ def read_tokenize(body: dict[str, Any]) -> Prompt:
 
 
 def wants_special(body: dict[str, Any]) -> bool:
-    """Whether the ids of a text begin with the beginning-of-sequence token: in llama-server only if asked, in vLLM unless told otherwise.
+    """Whether a text's ids begin with the beginning-of-sequence token. Raises ApiError.
 
-    A conversation begins with it in any case: its template writes it. Raises ApiError.
+    llama-server adds it only on request, vLLM unless told otherwise. A conversation always has it, because the template writes it.
     """
     fields = Fields(body)
     if "messages" in fields:
@@ -330,7 +331,7 @@ def _request(
             CompletionRequest(
                 prompt=prompt,
                 max_tokens=max_tokens,
-                # Choices with the same seed would be the same.
+                # With the same seed, all choices would be equal.
                 sampling=replace(sampling, seed=None if sampling.seed is None else (sampling.seed + number) % SEEDS),
                 sampling_fields=named,
                 stop=stop,
@@ -363,7 +364,7 @@ def _chat_logprobs(fields: Fields) -> int | None:
 
 
 def _prediction(fields: Fields) -> str:
-    """Returns what is used of the text that the answer is expected to repeat: drafts are copied from it, so it changes the speed alone."""
+    """Returns the used part of the text that the answer is expected to repeat. Drafts are copied from it, so it changes only the speed."""
     prediction = fields.inner("prediction")
     if "prediction" in fields and prediction.text("type") != "content":
         raise prediction.wrong("type", "must be 'content'")

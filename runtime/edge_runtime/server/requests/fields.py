@@ -1,4 +1,4 @@
-"""Fields of a request's JSON: typed access, those of other servers, and those that say how tokens are drawn."""
+"""Fields of a request's JSON: typed access, the fields of other servers, and the fields about sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {bool: "true or false", int: "an integer", str: "a string", list: "a li
 class Fields:
     """A JSON object at the path `where` of a request. A null field counts as absent. All readers raise ApiError (400).
 
-    `remarks` are sentences for the operator about what the request has and the server leaves out; inner objects add to the same list.
+    `remarks` are sentences for the operator about fields that the server ignores. Inner objects add to the same list.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "", remarks: list[str] | None = None) -> None:
@@ -33,9 +33,9 @@ class Fields:
         return f"{self._where}.{name}" if self._where else name
 
     def only(self, known: Collection[str], foreign: Mapping[str, Sequence[Any] | None] | None = None) -> None:
-        """Refuses names that are not `known`; the error suggests the nearest known one.
+        """Refuses fields whose name is not `known`; the error suggests the most similar known name.
 
-        `foreign` fields are ignored, with a remark, if their values are among the given ones (None: any), and refused otherwise.
+        A `foreign` field is ignored, with a remark, if its value is among the given ones (None: any), and refused otherwise.
         """
         for name, value in self._values.items():
             if name in known:
@@ -91,15 +91,15 @@ class Fields:
         return value
 
     def inner(self, name: str) -> Fields:
-        """Returns the fields of an object; none if absent."""
+        """Returns the fields of an object; an empty object if absent."""
         return Fields(self.object(name) or {}, self.place(name), self.remarks)
 
     def objects(self, name: str, limit: int) -> list[Fields]:
-        """Returns the fields of each object of a list of at most `limit`."""
+        """Returns the fields of each object in a list of at most `limit` objects."""
         return [self._inner_of(item, f"{name}[{i}]") for i, item in enumerate(self.items(name, limit))]
 
     def parts(self, name: str, limit: int) -> list[str | Fields]:
-        """Returns a list of at most `limit` texts and fields of objects."""
+        """Returns the items of a list of at most `limit` texts and objects, these as their fields."""
         items = enumerate(self.items(name, limit))
         return [item if isinstance(item, str) else self._inner_of(item, f"{name}[{i}]") for i, item in items]
 
@@ -131,7 +131,7 @@ class Fields:
 
 
 def _among(value: object, values: Sequence[object]) -> bool:
-    """Whether a JSON value is one of these; true and false are no numbers."""
+    """Whether a JSON value is one of `values`. Unlike in Python, true and false do not equal 1 and 0."""
     return any(isinstance(value, bool) == isinstance(other, bool) and value == other for other in values)
 
 
@@ -140,11 +140,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Fields that other servers of these APIs have and this one has not: those that change no answer are ignored, the others refused by name.
+# Fields that only other servers of these APIs have. Those that change no answer are ignored; the others are refused by name.
 #
 # Sources: llama-server's README, vLLM's ChatCompletionRequest and CompletionRequest, Ollama's api.Options, OpenRouter's request body.
 
-# How a request is scheduled, cached, drafted or reported: whatever its value, the answer is the same.
+# Fields about how a request is scheduled, cached, drafted or reported. The answer is the same, whatever their values.
 _HARMLESS = (
     *("cache_prompt", "cache_salt", "id_slot", "keep_alive", "n_cache_reuse", "n_discard", "n_keep", "post_sampling_probs"),
     *("return_progress", "return_tokens", "sse_ping_interval", "timings_per_token", "verbose"),
@@ -153,7 +153,7 @@ _HARMLESS = (
     *("spaces_between_special_tokens", "stream_interval", "truncation_side"),
     *("client_metadata", "provider", "route", "transforms", "usage"),
     *("shift", "truncate"),
-    # Settings of samplers that are off, unless the field that switches them on is there too.
+    # Settings of samplers that are off unless another field switches them on.
     *("adaptive_decay", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
     *("mirostat_eta", "mirostat_tau", "xtc_threshold"),
 )
@@ -198,9 +198,9 @@ _OFF: dict[str, Sequence[Any] | None] = {
     "watermarking": (False,),
     "xtc_probability": (0,),
 }
-# By name, the values that are ignored; None is any.
+# For each name, the values that are ignored; None means any.
 FOREIGN: dict[str, Sequence[Any] | None] = {**dict.fromkeys(_HARMLESS), **_OFF}
-# What Ollama's options say about loading and computing a model, which this server's own options do.
+# Ollama's options about loading and running a model. Here the server's own options decide about that.
 OLLAMA_LOADING: dict[str, Sequence[Any] | None] = dict.fromkeys(
     (
         *("embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_ctx", "num_gpu", "num_gqa", "num_keep"),
@@ -209,14 +209,14 @@ OLLAMA_LOADING: dict[str, Sequence[Any] | None] = dict.fromkeys(
 )
 
 
-# Values that mean "none" to clients mean it here, as in llama-server, vLLM and Ollama: a limit of -1 or -2 tokens, seed -1, top_k -1 and
-# 0, empty stop strings, a penalty of 0 or over the last 0 tokens. top_p 0 leaves the likeliest token alone, as in llama-server and Ollama.
+# Some values mean "none", as in llama-server, vLLM and Ollama: a limit of -1 or -2 tokens, seed -1, top_k -1 and 0, empty stop strings,
+# and a penalty of 0 or over the last 0 tokens. top_p 0 leaves only the likeliest token, as in llama-server and Ollama.
 
 MAX_STOPS = 16
 MAX_BIASES = 1024
 SEEDS = 1 << 64
 NO_END = 1 << 31
-# No seed: -1, and what it is as llama-server's unsigned number, which its /props states.
+# Values that mean no seed: -1, and -1 as an unsigned 32-bit number, which llama-server's /props states.
 _NO_SEED = (-1, (1 << 32) - 1)
 _NO_LIMIT = (-1, -2)
 SAMPLING_FIELDS = frozenset(
@@ -240,7 +240,7 @@ SAMPLING_FIELDS = frozenset(
 
 
 def read_sampling(fields: Fields) -> tuple[SamplingParams, frozenset[str]]:
-    """Returns the sampling, and which of its values that a bundle may have the request names. Raises ApiError."""
+    """Returns the sampling, and the names of those of its values that the request gives and a bundle may give too. Raises ApiError."""
     penalty = "repetition_penalty" if "repetition_penalty" in fields else "repeat_penalty"
     repetition = fields.number(penalty, 0, 10, 1) or 1.0
     frequency, presence = fields.number("frequency_penalty", -2, 2, 0), fields.number("presence_penalty", -2, 2, 0)
@@ -267,7 +267,7 @@ def read_sampling(fields: Fields) -> tuple[SamplingParams, frozenset[str]]:
 
 
 def read_limit(fields: Fields, *names: str, default: int | None = None) -> int | None:
-    """Returns the most tokens of an answer, from the first of these fields that is there; None is no limit. Raises ApiError."""
+    """Returns the most tokens of an answer, from the first of the fields `names` that is present; None is no limit. Raises ApiError."""
     name = next((name for name in names if name in fields), names[0])
     limit = fields.integer(name, min(_NO_LIMIT), NO_END, default)
     if limit == 0:
@@ -276,7 +276,7 @@ def read_limit(fields: Fields, *names: str, default: int | None = None) -> int |
 
 
 def read_minimum(fields: Fields, limit: int | None) -> int:
-    """Returns before how many tokens no end token may come; with `ignore_eos` none ever does. Raises ApiError."""
+    """Returns the fewest tokens before an end token; with `ignore_eos`, so many that none ever comes. Raises ApiError."""
     minimum = fields.integer("min_tokens", 0, NO_END, 0) or 0
     if limit is not None and minimum > limit:
         raise fields.wrong("min_tokens", f"is {minimum}, more than the limit of {limit} tokens; lower it, or raise the limit")

@@ -19,7 +19,7 @@ from edge_runtime.server.requests.fields import Fields
 from edge_runtime.text.chat_template import Message
 from edge_runtime.text.tool_calls import begun_arguments
 
-# Of one request. The context has no room for more, and each is decoded in a process of its own.
+# Per request. The context has no room for more, and each is decoded in its own process.
 MAX_MEDIA = 16
 _BUDGETS = {"low": 70, "auto": 280, "high": 1120}
 _SOUNDS = ("wav", "mp3", "flac")
@@ -28,7 +28,7 @@ _DATA_URL = re.compile(r"data:image/(?:jpeg|jpg|png|webp);base64,")
 
 @dataclass(frozen=True)
 class SentMedia:
-    """The bytes of an image, at most `budget` soft rows of it, or of a sound; `place` is where it is in the request."""
+    """The bytes of an image or a sound. `budget` is the most soft rows of an image; `place` is the path of the field in the request."""
 
     kind: str
     data: bytes
@@ -36,12 +36,12 @@ class SentMedia:
     place: str
 
     def decoded(self, children: ChildBudget) -> Media:
-        """Returns the decoded media, within what the request has left of its processor time. Raises RequestError."""
+        """Returns the decoded media, within the request's remaining processor time. Raises RequestError."""
         return read_image(self.data, self.budget, children) if self.kind == "image" else read_sound(self.data, children)
 
 
 def read_part(part: Fields) -> SentMedia:
-    """Returns the media of a part of the type image_url or input_audio. Raises ApiError."""
+    """Returns the media in a part of the type image_url or input_audio. Raises ApiError."""
     if part.text("type") == "input_audio":
         inner = part.inner("input_audio")
         inner.choice("format", _SOUNDS)
@@ -71,18 +71,18 @@ def _bytes(fields: Fields, name: str, text: str) -> bytes:
 MAX_MESSAGES = 2048
 MAX_PARTS = 256
 MAX_CALLS = 128
-# The field that has the text of a part, by the part's type. Some clients send the types of /v1/responses here too.
+# The field with a part's text, for each type of part. Some clients send the types of /v1/responses here too.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text"}
 _ANSWER_TEXTS = {**_TEXTS, "refusal": "refusal"}
-_THOUGHTS = ("thinking", "reasoning")  # those of an answer's parts are not sent to the model again
+_THOUGHTS = ("thinking", "reasoning")  # parts of an earlier answer that the model does not get again
 _MEDIA_TYPES = {"image_url": "image", "input_audio": "audio"}
-# A function is the name of a tool before there were others.
+# The template's role for each role of the API. "function" is the API's older name for "tool".
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The input of a chat template. If it `continues`, the last message is the beginning of the answer."""
+    """The input of a chat template. If `continues` is true, the last message is the beginning of the answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -97,8 +97,8 @@ CONVERSATION_FIELDS = frozenset({"add_generation_prompt", "chat_template_kwargs"
 def read_conversation(body: Fields, tools: tuple[Mapping[str, Any], ...], *, thinking: bool) -> Conversation:
     """Returns the conversation of a request. Raises ApiError.
 
-    An assistant's message at the end is the beginning of the answer, as in llama-server, unless `continue_final_message` is false or
-    `add_generation_prompt` is there, which vLLM has. What is begun has no place for thoughts.
+    An assistant's message at the end is the beginning of the answer, as in llama-server, unless `continue_final_message` is false or the
+    request has vLLM's `add_generation_prompt`. The model cannot think before an answer that has already begun.
     """
     messages = read_messages(body)
     last, prompt = messages[-1], body.flag("add_generation_prompt", True)
@@ -118,7 +118,7 @@ def read_conversation(body: Fields, tools: tuple[Mapping[str, Any], ...], *, thi
 
 
 class _Calls:
-    """The calls of the messages so far: their functions by their ids, the newest id of each, and the JSON values left for arguments."""
+    """The calls in the messages so far. `names` maps ids to functions, and `newest` each function to the id of its newest call."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -126,9 +126,10 @@ class _Calls:
         self._values = MAX_VALUES
 
     def arguments(self, function: Fields) -> dict[str, Any]:
-        """Returns the arguments of one more call, sent as text or as an object; of a text that is none, as of a cut call, what it says.
+        """Returns the arguments of one more call, sent as an object or as JSON text. Raises ApiError for arguments beyond a limit.
 
-        A conversation with such a call goes on, as a server or another model wrote it. Raises ApiError for arguments beyond a limit.
+        A text may be invalid JSON, as in a call that was cut off. Then the part that can be read is returned, so that the conversation can
+        continue.
         """
         if isinstance(function.get("arguments"), dict):
             return function.object("arguments") or {}
@@ -145,7 +146,7 @@ class _Calls:
 
 
 def read_messages(body: Fields) -> tuple[Message, ...]:
-    """Returns the messages of a request; tool messages get the name of the function that was called. Raises ApiError."""
+    """Returns the messages of a request. Tool messages get the name of the called function. Raises ApiError."""
     earlier = _Calls()
     messages = []
     total = 0
@@ -171,7 +172,7 @@ def read_messages(body: Fields) -> tuple[Message, ...]:
 
 
 def _content(fields: Fields, *, answer: bool) -> tuple[str | list[dict[str, str]], tuple[SentMedia, ...]]:
-    """Returns the text, or the parts of a message with images or sound, which are returned beside; an `answer` may refuse."""
+    """Returns a message's text, or its parts if it has images or sound, and these media. An `answer` may have a refusal instead."""
     content = fields.get("content")
     if isinstance(content, str | None):
         return content or (fields.text("refusal") if answer else None) or "", ()
@@ -194,9 +195,9 @@ def _content(fields: Fields, *, answer: bool) -> tuple[str | list[dict[str, str]
 
 
 def _assistant_fields(fields: Fields, earlier: _Calls) -> Message:
-    """Returns the tool calls and thoughts of an assistant message, whose calls are then `earlier` ones."""
+    """Returns the tool calls and thoughts of an assistant message, and adds its calls to `earlier`."""
     besides: Message = {}
-    thoughts = fields.text("reasoning_content") or fields.get("reasoning")  # vLLM's name, which others have for objects
+    thoughts = fields.text("reasoning_content") or fields.get("reasoning")  # vLLM's name; other servers have an object there
     if thoughts and isinstance(thoughts, str):
         besides["reasoning_content"] = thoughts
     calls = []
@@ -212,10 +213,13 @@ def _assistant_fields(fields: Fields, earlier: _Calls) -> Message:
 
 
 def _called(fields: Fields, before: int) -> list[tuple[str, Fields]]:
-    """Returns ids and functions of an assistant message's calls: those of tools, and the one that the API had `before` there were tools."""
+    """Returns id and function of each call of an assistant message, including the deprecated `function_call`.
+
+    That has no id, so it gets one from the number of calls `before`.
+    """
     calls = []
     for call in fields.objects("tool_calls", MAX_CALLS):
-        if call.text("type") == "custom":  # its input is text, no JSON
+        if call.text("type") == "custom":  # its input is text, not JSON
             custom = call.inner("custom")
             named = {"name": custom.text("name"), "arguments": json.dumps({"input": custom.text("input") or ""})}
             calls.append((call.text("id") or "", Fields(named, call.place("custom"))))
@@ -227,7 +231,7 @@ def _called(fields: Fields, before: int) -> list[tuple[str, Fields]]:
 
 
 def _result_of(fields: Fields, earlier: _Calls, *, by_name: bool) -> Message:
-    """Returns the call that a result belongs to: by its id, or `by_name`, by the newest call of its function."""
+    """Returns id and function of the call that a result belongs to: found by its id, or `by_name` as the function's newest call."""
     field = "name" if by_name else "tool_call_id"
     sent = fields.text(field) or ""
     number = earlier.newest.get(sent) if by_name else sent
