@@ -1,6 +1,6 @@
-"""Several requests at once: in each round one forward of the drafter and one of the target serve all of them.
+"""Several requests at once: in each round, one draft call and one forward of the target serve all of them.
 
-On a CPU a forward of a few rows costs hardly more than one of a single row, because the weights are read once for all rows.
+On a CPU, a forward of a few rows costs hardly more than one of a single row, because the weights are read once for all rows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from edge_runtime.session.generation import PREFILL_ROWS, Generation
 from edge_runtime.session.row_equality import RowEquality
 from edge_runtime.session.session import Session
 
-# A piece of another request's prompt may take so long in a round, or as long as the others' round where that is longer: a prompt beside
-# slow rounds, on a slow or busy machine, would otherwise need a hundred of them.
+# The longest time in seconds for a piece of a prompt between two rounds of other requests. If their rounds take longer, a piece may take as
+# long as a round. Otherwise a prompt would need a hundred rounds on a slow or busy machine.
 PIECE_SECONDS = 0.1
-# From so many tokens on a token costs as little as in a long piece, even where threads wait long for each other.
+# The shortest piece in which a token costs as little as in a long one, even if threads wait long for each other.
 SHORTEST_PIECE = 32
-# The quickest of so many pieces, and the middle one of so many rounds, say what the machine does when nothing else delays it.
+# How many of the newest pieces and rounds are considered. The fastest piece and the median round show the machine's undisturbed speed.
 _NEWEST = 5
 
 
 class PrefillPace:
-    """How many prompt tokens are computed between two rounds of others, so that these wait `PIECE_SECONDS` or as long as a round."""
+    """How many prompt tokens to compute between two rounds of other requests, so that these wait `PIECE_SECONDS` or as long as a round."""
 
     def __init__(self) -> None:
         self.rows = SHORTEST_PIECE
@@ -44,23 +44,23 @@ class PrefillPace:
         self._rounds.append(seconds)
 
     def count(self, rows: int, seconds: float) -> None:
-        """Records that a piece of `rows` tokens took `seconds`. At a prompt's end it may be shorter than asked for."""
+        """Records that a piece of `rows` tokens took `seconds`. At the end of a prompt, a piece may be shorter than requested."""
         self._rates.append(rows / max(seconds, MIN_SECONDS))
         fitting = max(self._rates) * max(PIECE_SECONDS, statistics.median(self._rounds))
         self.rows = int(max(SHORTEST_PIECE, min(fitting, 2 * self.rows, PREFILL_ROWS)))
 
     def rows_in(self, seconds: float) -> int:
-        """Returns how many tokens a piece of `seconds` has when no other requests wait."""
+        """Returns how many tokens fit into a piece of `seconds` when no other requests wait."""
         return int(max(SHORTEST_PIECE, min(max(self._rates, default=0.0) * seconds, PREFILL_ROWS)))
 
 
 class BatchDecoder:
-    """Runs requests of different sequences of one context. Requests may join and leave between two steps, from any thread."""
+    """Runs requests on different sequences of one context. Requests may join and leave between two steps, from any thread."""
 
     def __init__(self, batch: SequenceBatch, lock: PairLock | None = None) -> None:
-        """`lock` is that of the sessions on the context; None makes one, for a context that nothing else uses."""
+        """`lock` is the lock of the sessions on the context. None creates one, for a context that nothing else uses."""
         self._batch = batch
-        self.longest_piece: float | None = None  # seconds that a piece of a prompt may take where no requests run beside it
+        self.longest_piece: float | None = None  # the most seconds of a prompt's piece if no other requests run; None for no limit
         self._lock = lock or PairLock()
         self._joining: dict[Generation, Iterator[int]] = {}
         self._pace = PrefillPace()
@@ -78,7 +78,7 @@ class BatchDecoder:
         return tuple(self._failures)
 
     def add(self, generation: Generation) -> None:
-        """Prefills a request's prompt; the request runs from the next step on. Raises RequestError if its sequence is in use."""
+        """Prefills a request's prompt. The request runs from the next step on. Raises RequestError if its sequence is in use."""
         with self._lock.held():
             self._require_free(generation)
             generation.prefill()
@@ -87,8 +87,8 @@ class BatchDecoder:
     def join(self, generation: Generation) -> None:
         """As `add`, but the prompt is prefilled in pieces, one per step, so that other requests do not wait for all of it.
 
-        Beside running requests a piece is as `PrefillPace` says. Several prompts take turns, so a short one does not wait for a long one.
-        One that was removed, or suspended and resumed, goes on where it was.
+        While other requests run, `PrefillPace` gives the length of a piece. Several prompts take turns, so that a short one does not wait
+        for a long one. A request that was removed, or suspended and resumed, continues where it was.
         """
         with self._lock.held():
             self._require_free(generation)
@@ -98,14 +98,14 @@ class BatchDecoder:
                 self._joining[generation] = generation.prefilling(self._piece)
 
     def remove(self, generation: Generation) -> None:
-        """Takes a request out, which may `join` again; the others continue. Does nothing if it has ended."""
+        """Takes a request out; it may `join` again later. The others continue. Does nothing if it has ended."""
         with self._lock.held():
             self._joining.pop(generation, None)
             self._running = [other for other in self._running if other is not generation]
             self._failures = [(other, error) for other, error in self._failures if other is not generation]
 
     def clear(self) -> None:
-        """Ends all requests and drops all rows: after a failure of the backend no cache can be trusted."""
+        """Ends all requests and drops all rows, because no cache can be trusted after a failure of the backend."""
         with self._lock.held():
             self._joining.clear()
             self._running = []
@@ -115,7 +115,7 @@ class BatchDecoder:
     def step(self) -> list[tuple[Generation, Round]]:
         """Runs one round of all running requests, with one draft call and one verify. Returns the round of each request.
 
-        A request that cannot continue, as another one began on its session, is among `failures`. An error of the backend ends all.
+        A request that cannot continue, because another one began on its session, is added to `failures`. An error of the backend ends all.
         """
         with self._lock.held():
             self._lock.require_open()
@@ -141,9 +141,10 @@ class BatchDecoder:
             return done
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests to their ends, as many at once as there are sequences; yields each round as it is done.
+        """Runs requests to their ends, as many at once as there are sequences. Yields each round when it is done.
 
-        Several threads may each run their own. Raises the error of the first request that fails, RequestError for one that was removed.
+        Several threads may each run their own requests. Raises the error of the first request that fails, and RequestError for a request
+        that was removed.
         """
         waiting, yielded = list(generations), dict.fromkeys(generations, 0)
         while yielded:
@@ -206,7 +207,7 @@ class BatchDecoder:
         """Returns the running requests that can continue, and drops the others."""
         able = []
         for generation in self._running:
-            if generation.done:  # it was iterated to its end elsewhere, and its rows may be another's by now
+            if generation.done:  # it was iterated to its end elsewhere; its rows may now belong to another request
                 continue
             try:
                 generation.require_claim()
@@ -229,7 +230,7 @@ class BatchDecoder:
         logits = self._batch.verify_all(batches)
         first, *others = [generation.decoding for generation in running]
         timing = first.timing(middle - begin, time.perf_counter() - middle, *others)
-        # One request reports the timing, as their policies share one cost model: the first that learns from it and does not fail.
+        # The policies share one cost model, so only one request reports the timing: the first that learns from it and does not fail.
         learning = any(generation.decoding.learns_costs for generation in running)
         done: list[tuple[Generation, Round]] = []
         reported = False
@@ -238,7 +239,7 @@ class BatchDecoder:
             try:
                 done.append((generation, generation.decoding.finish_round(rows, timing, report_timing=reports)))
                 reported |= reports
-            except EdgeRuntimeError as error:  # such as no token left to sample; the other requests are not affected
+            except EdgeRuntimeError as error:  # for example, no token is left to sample; other requests are not affected
                 generation.fail(error)
                 self._failures.append((generation, error))
                 continue
@@ -260,7 +261,7 @@ class BatchDecoder:
 class Sessions:
     """Sessions that share one context of one pair, so that their requests can run at once. May be used from any thread.
 
-    Close this object, or use it as a context manager. Closing one of several sessions ends that one only.
+    A context manager; closing it ends all sessions. Closing one of several sessions ends only that one.
     """
 
     def __init__(self, sessions: Sequence[Session], batch: SequenceBatch) -> None:
@@ -273,11 +274,11 @@ class Sessions:
         self._batch = batch
 
     def run(self, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Round]]:
-        """Runs requests of these sessions to their ends, those of different sessions at once; yields their rounds."""
+        """Runs requests of these sessions to their ends and yields their rounds. Requests of different sessions run at once."""
         return self.decoder.run(generations)
 
     def row_equality(self, notify: Notify = lambda _: None, waiting: Waiting = silent_wait) -> RowEquality:
-        """As `Session.row_equality`, for rows of all sessions in one verify; ends all requests if they are compared now."""
+        """As `Session.row_equality`, for rows of all sessions in one verify. Ends all requests."""
         with self._lock.held():
             self._lock.require_open()
             self._lock.require_idle()

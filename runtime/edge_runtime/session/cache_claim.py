@@ -1,6 +1,6 @@
-"""Who may use a loaded pair: one thread at a time, and of a sequence's requests only the one that began last.
+"""Who may use a loaded pair: one thread at a time, and only the newest request of each sequence.
 
-A session runs one request at a time. A request that begins claims the sequence's cache. The request before it, if it has not ended, raises
+A session runs one request at a time. A request that begins claims the sequence's cache. If the request before it has not ended, it raises
 RequestError when it is continued, because the rows in the cache are no longer its own.
 """
 
@@ -30,15 +30,15 @@ class PairLock:
         self._round = _Computing(self)
 
     def held(self) -> AbstractContextManager[Any]:
-        """Waits for other threads; inside, only this thread uses the pair."""
+        """Returns a context in which only this thread uses the pair. Entering it waits for other threads."""
         return self._lock
 
     def computing(self) -> AbstractContextManager[None]:
-        """As `held`, around work that must not be entered again: callbacks inside it that use the pair are refused."""
+        """As `held`, around work that must not be entered again: a callback inside it that uses the pair is refused."""
         return self._round
 
     def require_idle(self) -> None:
-        """Raises RequestError inside of a forward, which only a callback or a signal handler can be."""
+        """Raises RequestError during a forward, that is, in a callback or a signal handler that interrupts it."""
         if self._computing:
             raise RequestError("a callback cannot use the session while its request computes; do it after the step")
 
@@ -49,7 +49,7 @@ class PairLock:
 
 
 class _Computing(AbstractContextManager[None]):
-    """A reusable context manager, so that no generator is made for each round."""
+    """A reusable context manager, so that no generator is created for each round."""
 
     def __init__(self, lock: PairLock) -> None:
         self._pair = lock
@@ -71,7 +71,7 @@ class _Computing(AbstractContextManager[None]):
 
 
 class CacheClaim:
-    """The claim to the cache of one sequence. Sessions of one pair share a lock; `alone` is False if there are several."""
+    """The claim to the cache of one sequence. The sessions of a pair share a lock; `alone` is False if there are several of them."""
 
     def __init__(self) -> None:
         self.lock = PairLock()

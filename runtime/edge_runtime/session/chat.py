@@ -1,4 +1,4 @@
-"""A conversation with a session: history, answers as events, the overflow of the context, and the file that it is saved in."""
+"""A conversation with a session: its history, answers as events, what to do when the context overflows, and saving it to a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChatSettings:
     """The settings of every turn. Raises RequestError for an unknown overflow policy.
 
     `overflow` applies when the conversation and an answer no longer fit into the context: "drop_oldest" drops the oldest turns, "stop"
-    raises an error. `tools` are function declarations in JSON schema, as the OpenAI API has them.
+    raises an error. `tools` has function declarations with JSON schemas, as in the OpenAI API.
     """
 
     system: str | None = None
@@ -76,7 +76,7 @@ def save_chat(path: Path, settings: ChatSettings, messages: Sequence[dict[str, A
 
 
 def load_chat(path: Path) -> tuple[ChatSettings, list[dict[str, Any]]]:
-    """Reads settings and messages. Raises RequestError, with the place of the first fault, for a file that `save` did not write."""
+    """Reads settings and messages. Raises RequestError for a file that `save_chat` did not write, and names the first wrong field."""
     causes = OSError, ValueError, RecursionError, StructureError
     with errors_as(RequestError, f"{path} cannot be read as a conversation", "choose a file that /save wrote", *causes):
         record = json.loads(read_at_most(path, MAX_FILE_BYTES).decode())
@@ -129,12 +129,12 @@ class _Prompt:
 
     @property
     def ids(self) -> list[int]:
-        """The ids; those of soft rows are negative."""
+        """The token ids; soft rows have negative ids."""
         return self.content.ids if isinstance(self.content, MediaPrompt) else self.content
 
 
 class RequestKeywords(TypedDict, total=False):
-    """Keywords of `Session.generate` that hold for every answer of a chat; its signature is checked against them by a test."""
+    """Keywords of `Session.generate` that hold for every answer of a chat. A test compares them with that signature."""
 
     draft_length: int | None
     policy: DraftLengthPolicy | None
@@ -145,26 +145,26 @@ class RequestKeywords(TypedDict, total=False):
     constraint: ConstraintSource | None
 
 
-# A chat finds its earlier turns in the cache.
+# With `reuse_prefix`, a chat finds its earlier turns in the cache.
 _DEFAULTS = SimpleNamespace(
     **{name: each.default for name, each in inspect.signature(Session.generate).parameters.items()} | {"reuse_prefix": True}
 )
 
 
 class Answer:
-    """One answer: iterating yields each event as soon as it is final. The history changes when the answer begins and when it ends.
+    """One answer. Iterating yields each event as soon as it is final. The history changes when the answer begins and when it ends.
 
     `finish` is why it ended: an end token or a stop string ("stop"), `max_tokens` ("length"), the end of the context ("context"), or an
     interruption ("interrupted"), which keeps the text so far. An answer that was interrupted before its first text leaves the history
-    unchanged. An answer whose chat went on to something else raises RequestError when it is iterated further. `async for` works too, and
-    computes in another thread. May be used from any thread.
+    unchanged. If the chat was changed or continued before an answer ended, iterating the answer further raises RequestError. `async for`
+    works too, and computes in another thread. May be used from any thread.
     """
 
     def __init__(self, chat: Chat, prompt: _Prompt, generation: Generation) -> None:
         self.text = ""
         self.thoughts = ""
         self.tool_calls: list[ToolCall] = []
-        self.drafted = False  # whether an accepted draft brought the newest event
+        self.drafted = False  # whether the newest event's token was an accepted draft
         self.finish: Finish | None = None
         self.dropped_turns = prompt.dropped
         self.prompt_ids = prompt.ids
@@ -202,7 +202,7 @@ class Answer:
                 self._executing = False
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        import asyncio  # brings ssl and logging; most programs do not iterate so
+        import asyncio  # imports ssl and logging, which most programs do not need
 
         while (event := await asyncio.to_thread(next, self, None)) is not None:
             yield event
@@ -225,7 +225,7 @@ class Answer:
             self._events.close()
 
     def replace(self) -> None:
-        """As `close`, and iterating further raises RequestError: the chat goes on without the rest."""
+        """As `close`, but iterating further raises RequestError, because the chat continues without the rest of this answer."""
         with self._lock.held():
             running = inspect.getgeneratorstate(self._events) != inspect.GEN_CLOSED
             self.close()
@@ -290,7 +290,7 @@ class Answer:
                 {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for i, call in enumerate(calls)
             ]
-            # Gemma 4 needs its thoughts while its calls are answered, but not in later turns.
+            # Gemma 4 needs its thoughts while its calls are being answered, but not in later turns.
             if self.thoughts:
                 message["reasoning_content"] = self.thoughts
         if self.finish == "interrupted":
@@ -299,11 +299,11 @@ class Answer:
 
 
 class Chat:
-    """A conversation. `messages` is the history without the system message; roles are user, assistant and tool.
+    """A conversation. `messages` is the history without the system message; its roles are user, assistant and tool.
 
-    The whole conversation is sent for each answer; what the cache holds of it is not computed again. `overflow` None takes the configured
-    one. `request` holds further keywords of `Session.generate` for every answer (`RequestKeywords`). May be used from any thread: what
-    changes the conversation ends an answer that is running.
+    The prompt of each answer is the whole conversation, but the rows that the cache still has are not computed again. `overflow` None takes
+    the configured policy. `request` has further keywords of `Session.generate` for every answer (`RequestKeywords`). May be used from any
+    thread. Every call that changes the conversation ends a running answer.
     """
 
     @with_keywords(
@@ -340,11 +340,11 @@ class Chat:
         self._answer: Answer | None = None
 
     def say(self, text: str, media: Sequence[Media] = ()) -> Answer:
-        """Returns the answer to a user's message; nothing runs before it is iterated. `chat.say("...").read()` is its text.
+        """Returns the answer to a user's message. Nothing runs before it is iterated. `chat.say("...").read()` is its text.
 
-        `media` are images and sounds before the text, as `edge_runtime.media.reading` reads them.
+        `media` has images and sounds that come before the text, as `edge_runtime.media.reading` reads them.
 
-        Raises RequestError, and leaves the conversation unchanged, if the message is no text, does not fit or the template refuses it.
+        Raises RequestError, and leaves the conversation unchanged, if the message is not a str, does not fit, or the template refuses it.
         """
         if not isinstance(text, str):
             raise RequestError(f"the message is of type {type(text).__name__}; give a str")
@@ -366,7 +366,7 @@ class Chat:
             return self._answer_to([*self.messages, *answered])
 
     def regenerate(self) -> Answer:
-        """Answers the last message of the user again, in place of the answer there is. Raises RequestError if there is no message."""
+        """Answers the user's last message again; this replaces the existing answer. Raises RequestError if there is no message."""
         with self._going_on():
             users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
             if not users:
@@ -374,7 +374,7 @@ class Chat:
             return self._answer_to([*map(_without_thoughts, self.messages[: users[-1] + 1])])
 
     def change(self, **settings: Any) -> None:
-        """Changes settings (fields of `ChatSettings`) from the next answer on. Raises RequestError, changing nothing, for bad ones."""
+        """Changes settings (fields of `ChatSettings`) for the next answers. Raises RequestError for invalid ones, and changes nothing."""
         with self._going_on():
             unknown = next((name for name in settings if name not in ChatSettings.__dataclass_fields__), None)
             if unknown is not None:
@@ -387,7 +387,7 @@ class Chat:
             self.messages = []
 
     def save(self, path: Path | str) -> None:
-        """Writes messages and settings as JSON, atomically. Raises RequestError if the file cannot be written, or for media in it."""
+        """Writes messages and settings as JSON, atomically. Raises RequestError if this fails, or for a conversation with media."""
         with self._going_on():
             if any(MEDIA in message for message in self.messages):
                 raise RequestError("a conversation with images or sound cannot be saved; start a new one without")
@@ -413,7 +413,7 @@ class Chat:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Waits for other threads, then ends the answer that is running."""
+        """Waits for other threads, and ends a running answer."""
         with self.session.claim.lock.held():
             if self._answer is not None:
                 self._answer.replace()
@@ -421,7 +421,7 @@ class Chat:
             yield
 
     def _fitted(self, messages: list[Message]) -> _Prompt:
-        """Returns the prompt of all turns, or of the newest ones that leave room for an answer."""
+        """Returns the prompt with all turns, or with the newest turns that leave room for an answer."""
         context = self.session.target.context
         reserve = min(self.settings.max_tokens, context // 4)
         whole = _Prompt(messages=messages, content=self._encode(messages), dropped=0)
@@ -432,7 +432,7 @@ class Chat:
                 f"the conversation has {len(whole.ids)} tokens of the context's {context}, too many to answer; start a new one,"
                 " open the bundle with a larger context (--context), or use overflow drop_oldest"
             )
-        # Dropping turns costs a complete prefill, so room is made for more than this answer.
+        # Dropping turns costs a complete prefill, so enough are dropped to make room for more than this answer.
         starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
         for dropped, start in enumerate(starts[1:], start=1):
             kept = messages[start:]
@@ -459,7 +459,7 @@ def _without_thoughts(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
-# Of what opens a bundle for one answer.
+# Keywords of other calls that users of the functions below may try.
 _OPENING_TOO = {
     "options=LoadOptions({}=...)": LoadOptions.__dataclass_fields__,
     "Session.generate({}=...)": inspect.signature(Session.generate).parameters,
@@ -476,10 +476,10 @@ def generate(
     options: LoadOptions | None = None,
     **keywords: Any,
 ) -> str:
-    """Returns the text that continues `prompt`, without a chat template. `options` are those of `open_session`, which raises the same.
+    """Returns the text that continues `prompt`, without a chat template. Takes the `options` of `open_session` and raises its errors.
 
-    Sampling may be given as keywords too, such as `temperature=0.7`.
-    Opening takes most of the time of a short request: keep a session open for several.
+    Sampling may also be given as keywords, such as `temperature=0.7`.
+    Opening takes most of the time of a short request, so keep a session open for several requests.
     """
     with open_session(bundle, options) as session:
         return session.generate(prompt, max_tokens=max_tokens, sampling=sampled(sampling, keywords)).text()
@@ -496,6 +496,6 @@ def chat(
     options: LoadOptions | None = None,
     **keywords: Any,
 ) -> str:
-    """Returns the model's answer to one message, through the bundle's chat template. Otherwise as `generate`."""
+    """Returns the model's answer to one message. Uses the bundle's chat template; otherwise as `generate`."""
     with open_session(bundle, options) as session:
         return Chat(session, system=system, max_tokens=max_tokens, sampling=sampled(sampling, keywords)).say(message).read()

@@ -1,4 +1,4 @@
-"""One request while it runs: the rounds of the loop, their text and their figures."""
+"""One request while it runs: the rounds of the decoding loop, their text and their figures."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from edge_runtime.text.constraints import ConstraintSource
 from edge_runtime.text.grammar import Constraint
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0)
-# The default batch of llama.cpp, so that prefilling in pieces costs nothing and computes the same rows.
+# The default batch size of llama.cpp. Prefilling in pieces of this size therefore costs nothing and computes the same rows.
 PREFILL_ROWS = 512
 FinishReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """The options of a request. Raises RequestError for a limit below 1 and for values of other types.
+    """The options of a request. Raises RequestError for a value that is out of range or of the wrong type.
 
-    Before `min_tokens` tokens no end token comes, unless a `constraint` is met. `stop` strings end the text before them. `chunk_size` is
-    the least number of tokens per piece of text, except for the last piece. `on_round` is called after each round, before its text is
-    yielded. `reuse_prefix` keeps the cache's rows as far as the prompt begins with their tokens: fast in a chat, but on stock kernels rows
-    that another request computed in batches of other sizes may differ in their last bits.
-    `constraint` describes the valid texts. `logprobs` records each token's log probability and those of that many likeliest tokens.
+    No end token is drawn before `min_tokens` tokens, unless the text satisfies a `constraint`. The text ends before the first of the `stop`
+    strings. `chunk_size` is the least number of tokens per piece of text, except for the last piece. `on_round` is called after each
+    round, before its text is yielded. With `reuse_prefix`, the cache's rows are kept for the longest prefix that they share with the
+    prompt. This makes a chat fast, but on standard kernels such rows may differ in their last bits, because another request computed them
+    in batches of other sizes. `constraint` describes the valid texts. `logprobs` is how many likeliest tokens to record with each token,
+    all with their log probabilities.
     """
 
     max_tokens: int = 128
@@ -75,12 +76,12 @@ class GenerationOptions:
 
     @property
     def repeatable(self) -> bool:
-        """Whether the text is the same each time, with drafts and without: greedy, or sampled with a seed by shared noise."""
+        """Whether the text is the same each time, with or without drafts: it is greedy, or has a seed and uses shared noise."""
         return self.sampling.temperature == 0 or (self.sampling.seed is not None and keeps_text(self.sampling, self.acceptance))
 
 
 def sampled(sampling: SamplingParams, keywords: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling with the fields that keywords name. Raises RequestError for a filter that nothing is drawn from."""
+    """Returns `sampling` with the fields in `keywords` replaced. Raises RequestError for a filter at temperature 0."""
     if not keywords or not isinstance(sampling, SamplingParams):
         return sampling
     chosen = replace(sampling, **keywords)
@@ -92,9 +93,9 @@ def sampled(sampling: SamplingParams, keywords: Mapping[str, Any]) -> SamplingPa
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPair:
-    """The models that a request runs on, and what the target says about generation; `drafter` may be None.
+    """The models that a request runs on, and the target's generation defaults; `drafter` may be None.
 
-    `claim` is shared by all requests and sessions on the target's cache.
+    All requests and sessions on the target's cache share `claim`.
     """
 
     target: Target
@@ -107,7 +108,7 @@ class LoadedPair:
 class _Detokenizer:
     """Turns a request's tokens into text and finds the token that ends the request.
 
-    It is apart from Generation because the loop calls `is_stop`: a reference cycle between the request and its loop would keep both in
+    It is separate from Generation because the loop calls `is_stop`. A reference cycle between the request and its loop would keep both in
     memory until the next garbage collection.
     """
 
@@ -120,14 +121,14 @@ class _Detokenizer:
         self._ready: list[Event] = []
 
     def feed_rest(self, tokens: Sequence[int]) -> None:
-        """Detokenizes the tokens that were not fed yet."""
+        """Detokenizes the tokens that have not been fed yet."""
         for token in tokens[self._fed :]:
             self._feed(token)
 
     def is_stop(self, token: int) -> bool:
-        """Returns whether the newest token is the last."""
+        """Returns whether the newest token ends the request."""
         # Stop strings are searched token by token inside the loop, so that a request ends at the same token as in plain decoding.
-        # Without them the loop detokenizes nothing, and its seconds contain no text work.
+        # Without stop strings the loop detokenizes nothing, and its seconds contain no text work.
         stopped = self._stops and self._feed(token)
         closed = self.constraint is not None and self.constraint.advance(token)
         return stopped or closed or token in self.ends
@@ -144,18 +145,18 @@ class _Detokenizer:
         return text
 
     def finish(self) -> str:
-        """Returns the rest after the last token, including text held back, unless a stop string ended it."""
+        """Returns the rest of the text after the last token, including text held back, unless a stop string ended it."""
         self._ready += self.parser.finish()
         return self.take()
 
 
 class Generation:
-    """One request: iterating yields each piece of text as soon as its tokens are accepted; `stats` and `tokens` grow meanwhile.
+    """One request. Iterating yields each piece of text as soon as its tokens are accepted; `stats` and `tokens` grow meanwhile.
 
-    Nothing runs before the first piece is requested, and a loop that is left early only pauses the request: iterating again yields the
-    text from its beginning, and runs on where it paused. `async for` works too, and computes in another thread.
-    A request that begins on the same session ends this one: it then raises RequestError when it is continued. So does a request that an
-    error or Ctrl-C interrupted inside of a forward. May be used from any thread.
+    Nothing runs before the first piece is requested. Leaving a loop early only pauses the request: iterating again yields the text from its
+    beginning, and computes further where it paused. `async for` works too, and computes in another thread.
+    When another request begins on the same session, this one ends, and raises RequestError when it is continued. So does a request that an
+    error or Ctrl-C interrupted during a forward. May be used from any thread.
     """
 
     def __init__(
@@ -171,8 +172,8 @@ class Generation:
         cached: CachedPrompt | None = None,
         shares_policy: bool = False,
     ) -> None:
-        """`cached` is what a prompt cache has of the prompt; with `reuse_prefix` alone. `shares_policy`: the policy is that of all
-        requests of the session."""
+        """`cached` is the prompt cache's view of this prompt, only with `reuse_prefix`. With `shares_policy`, all requests of the session
+        use the same `policy` object."""
         self.prompt_input = prompt
         self._spans = prompt.spans if isinstance(prompt, MediaPrompt) else ()
         ids = prompt.ids if isinstance(prompt, MediaPrompt) else prompt
@@ -192,7 +193,7 @@ class Generation:
         self._rounds: list[Round] = []
         self._pieces: list[str] = []
         self._text_ended = False
-        self._prefilled: int | None = None  # tokens of the prompt whose rows are in the cache; None before the request begins
+        self._prefilled: int | None = None  # number of prompt tokens with rows in the cache; None before the request begins
         self._copied: tuple[list[int], KvRows] | None = None  # tokens and rows of a request that is suspended
         self._failure: str | None = None
         text_ids = prompt.text_ids if isinstance(prompt, MediaPrompt) else prompt
@@ -227,7 +228,7 @@ class Generation:
 
     @property
     def complete(self) -> bool:
-        """Whether the text so far satisfies the request's constraint; always true without one. False if max_tokens cut it short."""
+        """Whether the text so far satisfies the request's constraint; always true without one. False if `max_tokens` cut it short."""
         constraint = self._detokenizer.constraint
         return constraint is None or constraint.complete
 
@@ -247,12 +248,12 @@ class Generation:
 
     @property
     def prefilled(self) -> bool:
-        """Whether the rows of the prompt, but for its last token, are there."""
+        """Whether the cache has the rows of the prompt, except for its last token."""
         return self._prefilled is not None and self._prefilled >= len(self.prompt) - 1
 
     @property
     def _full(self) -> bool:
-        """Whether prompt and answer fill the context. Not the cache's length, which may be another request's by now."""
+        """Whether prompt and answer fill the context. Does not ask the cache, which may have another request's rows by now."""
         return len(self.prompt) - 1 + len(self.tokens) >= self._pair.target.context
 
     def __iter__(self) -> Iterator[str]:
@@ -263,8 +264,8 @@ class Generation:
             yield piece
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """As `__iter__`; each piece is computed in another thread, so that the event loop goes on."""
-        import asyncio  # brings ssl and logging; most programs do not iterate so
+        """As `__iter__`, but each piece is computed in another thread, so that the event loop is not blocked."""
+        import asyncio  # imports ssl and logging, which most programs do not need
 
         number = 0
         while (piece := await asyncio.to_thread(self._piece, number)) is not None:
@@ -272,7 +273,7 @@ class Generation:
             yield piece
 
     def rounds(self) -> Iterator[Round]:
-        """Yields rounds of token ids instead of text, from the first one."""
+        """Yields rounds of token ids instead of text, beginning with the first one."""
         number = 0
         while number < len(self._rounds) or self._advance():
             yield self._rounds[number]
@@ -288,15 +289,15 @@ class Generation:
             return "".join(self)
 
     def prefill(self) -> None:
-        """Puts the prompt, all but its last token, into the cache; with `reuse_prefix` rows that match are kept."""
+        """Computes the prompt's rows, except for its last token's. With `reuse_prefix`, keeps matching rows in the cache."""
         for _ in self.prefilling():
             pass
 
     def prefilling(self, longest: Callable[[], int] = lambda: PREFILL_ROWS) -> Iterator[int]:
-        """Prefills in pieces, and yields after each how many tokens it had: none where it was a file of a prompt cache.
+        """Prefills in pieces. Yields after each piece the number of computed tokens; 0 if it came from a file of the prompt cache.
 
-        A piece ends at the next multiple of `PREFILL_ROWS`, and has at most as many tokens as `longest` returns for it, but an image whose
-        rows attend to each other is one. Between two of them, requests on other sequences may run.
+        A piece ends at the next multiple of `PREFILL_ROWS`, and has at most `longest()` tokens. An image whose rows attend to each other is
+        always one piece. Between two pieces, requests on other sequences may run.
         """
         while not self.prefilled:
             with self._pair.claim.lock.computing(), self.guarded():
@@ -304,7 +305,7 @@ class Generation:
             yield rows
 
     def require_claim(self) -> None:
-        """Raises RequestError if the request cannot continue: it failed, another one began on its session, or that is closed."""
+        """Raises RequestError if the request cannot continue: it failed, another one began on its session, or the session is closed."""
         claim = self._pair.claim
         claim.require_open()
         if self._failure is not None:
@@ -313,9 +314,10 @@ class Generation:
             raise RequestError(SUPERSEDED)
 
     def suspend(self) -> None:
-        """Copies the rows out of the cache, which another request may then use; `Session.resume` puts them back, and the request goes on.
+        """Copies the rows out of the cache, so that another request may use it. `Session.resume` puts them back and continues the request.
 
-        Raises RequestError if it cannot continue, or where rows cannot be copied; BackendError, MemoryError: then nothing has changed.
+        Raises RequestError if the request cannot continue or the backend cannot copy rows, BackendError and MemoryError. After an error,
+        nothing has changed.
         """
         self.require_claim()
         target = self._pair.target
@@ -326,10 +328,10 @@ class Generation:
         self._pair.claim.release()
 
     def resume(self, pair: LoadedPair, policy: DraftLengthPolicy | None = None) -> None:
-        """Puts the rows of a suspended request into the cache of this pair, which is its own or one of the same context; it goes on there.
+        """Puts the rows of a suspended request into the cache of `pair`, its former pair or another one of the same context.
 
-        The first round has no drafts. `policy` takes the place of one that it shares with another session's requests.
-        Raises RequestError, BackendError for rows that cannot be put back; then it cannot continue.
+        The first round then has no drafts. `policy` replaces the one that the request shares with the requests of its former session.
+        Raises RequestError or BackendError if the rows cannot be put back; then the request cannot continue.
         """
         self._pair, copied, self._copied = pair, self._copied, None
         target = pair.target
@@ -348,7 +350,7 @@ class Generation:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around work on the cache: checks the claim, and after any error gives up the rows, which may not be those of the tokens."""
+        """Wraps work on the cache. Checks the claim first; after an error drops the rows, which may no longer match the tokens."""
         self.require_claim()
         try:
             yield
@@ -357,26 +359,26 @@ class Generation:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Ends the request after an error inside of a forward, and drops its rows."""
-        self._failure = str(error) or type(error).__name__  # not the error, whose frames hold this object
+        """Ends the request after an error during a forward, and drops its rows."""
+        self._failure = str(error) or type(error).__name__  # not the error itself, whose traceback refers to this object
         self._pair.claim.release()
         with contextlib.suppress(Exception):
             self._pair.target.rollback(0)
 
     def record(self, round_done: Round) -> None:
-        """Adds a round to the request's tokens, before anything that a callback might do."""
+        """Adds a round to the request's tokens, before any callback runs."""
         self._rounds.append(round_done)
         self.tokens += round_done.tokens
         if isinstance(self.decoding.rule, LogprobRule):
             self.logprobs += self.decoding.rule.take(len(round_done.tokens))
         self.stats.count_round(round_done.drafted, round_done.accepted, len(round_done.tokens), round_done.sources)
-        if self.done:  # while the vocabulary is open for certain
+        if self.done:  # now, because the vocabulary may be closed later
             self._detokenizer.feed_rest(self.tokens)
             if self._cached is not None:
                 self._cached.keep(0, 0.0, complete=True)
 
     def count(self, round_done: Round, seconds: float) -> None:
-        """Adds the times of a recorded round, which took `seconds`, and calls the callbacks."""
+        """Adds the times of a recorded round that took `seconds`, and calls the callbacks."""
         stats = self.stats
         stats.decode_seconds += seconds
         if stats.rounds == 1:
@@ -388,7 +390,7 @@ class Generation:
             self.options.on_round(round_done)
 
     def _prefill_piece(self, longest: int) -> int:
-        """Reads or computes a piece; returns how many tokens were computed."""
+        """Reads a piece from the prompt cache, or computes it. Returns the number of computed tokens."""
         target, stats, prompt, start = self._pair.target, self.stats, self.prompt[:-1], time.perf_counter()
         if self._prefilled is None:
             self._pair.claim.claim(self)
@@ -425,7 +427,7 @@ class Generation:
         return end - first
 
     def _advance(self) -> bool:
-        """Runs one round, after the prefill if that is not done. Returns False if the request has ended."""
+        """Runs one round, and the prefill before the first one. Returns False if the request has ended."""
         lock = self._pair.claim.lock
         with lock.held():
             if self.done:
@@ -435,7 +437,7 @@ class Generation:
                 self.prefill()
             with lock.computing():
                 self.require_claim()
-                begin = time.perf_counter()  # only the loop's own time counts, not what the caller does with a round
+                begin = time.perf_counter()  # measures the loop's own time, not what the caller does with a round
                 try:
                     round_done = next(self._decode, None)
                     seconds = time.perf_counter() - begin
@@ -449,7 +451,7 @@ class Generation:
             return True
 
     def _piece(self, number: int) -> str | None:
-        """Returns a piece of the text, computing rounds until there is one; None after the last."""
+        """Returns piece `number` of the text, after running as many rounds as it needs; None after the last piece."""
         with self._pair.claim.lock.held():
             while number >= len(self._pieces) and not self._text_ended:
                 if text := self._take():
@@ -479,7 +481,7 @@ class Generation:
 
 
 def reusable_prefix(target: Target, prompt: Sequence[int]) -> int:
-    """Returns how many tokens at the beginning of `prompt` are in the cache, 0 if the cache cannot be rolled back to them."""
+    """Returns how many tokens at the beginning of `prompt` are in the cache; 0 if the cache cannot be rolled back to that length."""
     length = min(target.length, len(prompt))
     same = target.tokens[:length] == np.asarray(prompt[:length], np.int64)
     kept = length if same.all() else int(same.argmin())

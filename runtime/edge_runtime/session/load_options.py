@@ -29,39 +29,39 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How to load a bundle. None means: as configured, otherwise the default.
+    """How to load a bundle. None means the configured value, or else the default.
 
-    The configuration has layers: `config` overrides `preset`, that overrides the bundle's config.yaml, and that overrides the defaults.
+    The configuration has layers: `config` overrides `preset`, which overrides the bundle's config.yaml, which overrides the defaults.
     `context`, `drafter`, `kv_type` and `memory_limit` override all of them.
 
     Attributes:
-        threads: Threads of every phase; None takes the fastest numbers that were measured, else those that are usual for such processors.
+        threads: Threads of every phase. None takes the fastest numbers that were measured, or else the usual ones for the processor.
         context: Size of the KV cache in tokens, prompt and answer together.
-        drafter: Kind of drafter; None takes split where the bundle has it and the row kernels run, else dense.
+        drafter: Kind of drafter. None takes split if the bundle has it and the row kernels run, else dense.
         config: A configuration file, or a `SpeculativeConfig`.
         preset: Name of a preset: code, chat, edge or batch.
         monitoring: Thresholds, log file and callback of the session's monitor; its window is the configured one.
         kv_type: Type of the K/V rows: f16, q8_0 or q4_0 (llama.cpp).
-        memory_limit: Bytes, or a text such as "2GB": what would take more is refused before it is loaded. None compares with the memory
-            that is available on the machine (llama.cpp).
+        memory_limit: Bytes, or a text such as "2GB". A bundle that needs more is refused before it is loaded. None takes the memory that is
+            available on the machine (llama.cpp).
         check: How thoroughly files are compared with the manifest: fast, full or none (`bundle.CheckMode`).
         public_key: PEM file of the Ed25519 key that must have signed the bundle.
         notify: Called with a sentence about slow steps, such as a measurement.
-        waiting: Shows waits of seconds: called with what is done, returns a context manager whose value is called with the share that is
-            done. `edge_devices.waiting.terminal_wait` shows a bar in a terminal.
+        waiting: Shows progress during waits of seconds. It is called with what is done, and returns a context manager; the value of that is
+            called with the share that is done. `edge_devices.waiting.terminal_wait` shows a bar in a terminal.
         power: Watts per phase, or a function that measures them; needed for the objective "energy".
-        measure: Whether threads, costs of drafts and the faster backend are measured before the first request where no measurement is
-            kept, in seconds. Otherwise costs are computed from sizes, and the rounds of requests replace them.
-        backend: llama or onnx; None takes the one that was measured to be faster on this machine, else that is by the files' sizes.
-        device: Where the model runs: "cpu", "gpu", "npu", or a device's own name such as "vulkan0", "openvino:NPU", which `edge-run doctor`
-            lists, or that of an execution provider of ONNX Runtime. "auto" is the fastest one, measured on first use.
-        prompt_cache: Folder in which the K/V rows of prompts are kept, for you alone, and found again; made if it is missing. None keeps
-            none.
-        prompt_cache_limit: The most bytes of that folder, or a text such as "500MB"; the least recently used go.
-        packed_cache: Keeps weights in the order of the row kernels in files of the user's cache, which later starts map: they start sooner
-            and take less memory. The files take at most 8 GB, and half of what is free on the disk; what was used longest ago goes.
-        image_rows: The largest budget of an image, in soft rows, where an image must fit one batch: 12B and larger. Above 512 it takes more
-            memory (llama.cpp).
+        measure: Whether to spend some seconds before the first request on measuring threads, costs of drafts and the faster backend, unless
+            earlier measurements are stored. Otherwise costs are computed from file sizes, and the rounds of requests then replace them.
+        backend: llama or onnx. None takes the one that was measured to be faster on this machine, or else is estimated from file sizes.
+        device: Where the model runs: "cpu", "gpu", "npu", the name of an execution provider of ONNX Runtime, or a device's own name such as
+            "vulkan0" or "openvino:NPU", which `edge-run doctor` lists. "auto" takes the fastest one, measured on first use.
+        prompt_cache: Folder for the K/V rows of prompts, readable by you alone; created if it is missing. None caches no prompts.
+        prompt_cache_limit: The most bytes of that folder, or a text such as "500MB". The least recently used files are removed.
+        packed_cache: Stores weights in the order of the row kernels in the user's cache. Later starts map these files, so they are
+            faster and take less memory. The files take at most 8 GB, and at most half of the free disk space; the least recently used ones
+            are removed.
+        image_rows: The largest budget of an image, in soft rows, for models whose images must fit one batch: 12B and larger. A budget above
+            512 takes more memory (llama.cpp).
     """
 
     threads: int | None = option(
@@ -145,18 +145,18 @@ class LoadOptions:
 
 
 def with_keywords(keywords: type, defaults: object, *, elsewhere: Mapping[str, Collection[str]]) -> Callable[[F], F]:
-    """A decorator that lets help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
+    """A decorator that makes help() and editors show the fields of a dataclass, or the keys of a TypedDict, in place of **keywords.
 
-    The function then raises RequestError for a keyword that is none of them, with the call that takes it, or the nearest one, or all.
-    `defaults` has an attribute for each that has a default; others are shown without a value of their own ("..."). `elsewhere` are
-    the names that neighbours take, by how they are called there ("generate({}=...)").
+    The function then raises RequestError for any other keyword. The error names the call that takes this keyword, the most similar
+    keyword, or all of them. `defaults` has an attribute for each keyword with a default value; the others are shown as "...". `elsewhere`
+    has the keywords of related calls, by how these are written ("generate({}=...)").
     """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
         named = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
         added = [
-            # A TypedDict holds the text of an annotation in a reference to it.
+            # A TypedDict wraps the text of an annotation in a ForwardRef.
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
@@ -188,5 +188,5 @@ def with_keywords(keywords: type, defaults: object, *, elsewhere: Mapping[str, C
     return decorate
 
 
-# The options of `LoadOptions`, for what opens no bundle.
+# The keywords of `LoadOptions`, for error messages of calls that do not open a bundle.
 OPENING = {"open_session({}=...)": tuple(LoadOptions.__dataclass_fields__)}

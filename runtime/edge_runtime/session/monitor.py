@@ -1,4 +1,4 @@
-"""Figures of requests and their monitoring: rates and percentiles, warnings, a record per request, totals for Prometheus."""
+"""Figures of requests, and their monitoring: rates, percentiles, warnings, a record per request, and totals for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _REPR_CHARACTERS = 40
 
 @dataclass
 class DecodeStats:
-    """Counts of one request. `lengths` counts rounds by their verified and accepted drafts.
+    """Counts of one request. `lengths` counts rounds by their numbers of drafted and accepted tokens.
 
     `reused_tokens` of the prompt were already in the cache. Times are in seconds: `prefill_seconds` until the prompt is in the cache,
     `first_token_seconds` from the request until the first emitted token, `decode_seconds` from the end of the prefill until the last
-    token; of these, `draft_seconds` are drafting and `verify_seconds` the target's forwards. `accepted_from` counts the accepted drafts of
-    each source: the drafter, a grammar, the memory of the text. `media_rows` of the prompt are rows of images and sound that were
-    computed now; their encoders took `encode_seconds` of the prefill, 0 where the rows were kept from earlier.
+    token. Of the latter, `draft_seconds` are drafting and `verify_seconds` are the target's forwards. `accepted_from` counts the accepted
+    drafts of each source: the drafter, a grammar, the memory of the text. `media_rows` counts the rows of images and sound that this
+    request prefilled. Encoding them took `encode_seconds` of the prefill; 0 if an earlier request had encoded them.
     """
 
     prompt_tokens: int = 0
@@ -51,7 +51,7 @@ class DecodeStats:
     accepted_from: Counter[str] = field(default_factory=Counter)
 
     def count_round(self, drafted: int, accepted: int, emitted: int, sources: Sequence[str] = ()) -> None:
-        """Adds one round; `sources` names where each accepted draft came from."""
+        """Adds one round. `sources` names the source of each accepted draft."""
         for source in sources:
             self.accepted_from[source] += 1
         self.rounds += 1
@@ -62,13 +62,13 @@ class DecodeStats:
 
     @property
     def drafted_at(self) -> list[int]:
-        """For each position the rounds that drafted it."""
+        """For each draft position, how many rounds drafted it."""
         longest = max((drafted for drafted, _ in self.lengths), default=0)
         return [sum(rounds for (drafted, _), rounds in self.lengths.items() if drafted > i) for i in range(longest)]
 
     @property
     def accepted_at(self) -> list[int]:
-        """For each position that was drafted the rounds that accepted it."""
+        """For each drafted position, how many rounds accepted it."""
         return [sum(rounds for (_, accepted), rounds in self.lengths.items() if accepted > i) for i in range(len(self.drafted_at))]
 
     @property
@@ -83,7 +83,7 @@ class DecodeStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Emitted tokens / target forwards while decoding: 1 is plain decoding."""
+        """Emitted tokens / target forwards while decoding; 1 without drafts."""
         return self.tokens / self.rounds if self.rounds else 0.0
 
     @property
@@ -116,7 +116,7 @@ class DecodeStats:
 
 
 class Latencies:
-    """Latencies of single tokens: the seconds of a round divided by the tokens it emitted. Percentiles are of the last `keep` rounds."""
+    """Latencies per token: a round's seconds divided by its emitted tokens. Percentiles cover the last `keep` rounds."""
 
     def __init__(self, keep: int | None = None) -> None:
         self._rounds: deque[tuple[float, int]] = deque(maxlen=keep)
@@ -146,7 +146,7 @@ def shortened(text: str) -> str:
 
 
 def figures(stats: DecodeStats) -> str:
-    """Returns the figures of a request in a few words."""
+    """Returns a request's figures as a short text."""
     parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s"]
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.acceptance_rate:.0%} of drafts accepted")
@@ -159,16 +159,14 @@ def generation_html(text: str, stats: DecodeStats) -> str:
     return f"<pre style='white-space: pre-wrap'>{html.escape(text)}</pre><small>{html.escape(figures(stats))}</small>"
 
 
-# Monitoring of a session: acceptance over the newest drafts, warnings, latencies, a record per request, totals for Prometheus.
-#
-# Prometheus' text exposition format is version 0.0.4 (prometheus.io/docs/instrumenting/exposition_formats).
+# Prometheus' text exposition format (prometheus.io/docs/instrumenting/exposition_formats).
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One value of a metric; `suffix` is _sum or _count of a summary."""
+    """One value of a metric. `suffix` is _sum or _count for those values of a summary."""
 
     value: float
     labels: Mapping[str, str]
@@ -196,7 +194,7 @@ def gauge(name: str, description: str, value: float) -> Metric:
 
 
 def exposition(metrics: Sequence[Metric]) -> str:
-    """Returns the text of a scrape, ending in a newline. A metric without samples is left out."""
+    """Returns the response to a scrape, ending in a newline. A metric without samples is left out."""
     lines = []
     for metric in metrics:
         if metric.samples:
@@ -216,7 +214,7 @@ def _escaped(text: str, *, quoted: bool = False) -> str:
     return text.replace('"', '\\"') if quoted else text
 
 
-# Percentiles over all requests are of the newest rounds and requests only, so that memory is bounded.
+# Percentiles over all requests cover only the newest rounds and requests, so that memory is bounded.
 KEPT_ROUNDS = 4096
 KEPT_REQUESTS = 1024
 PERCENTILES = (50, 95)
@@ -224,9 +222,9 @@ PERCENTILES = (50, 95)
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """`window` is in drafted tokens. Above each of `warn_above` (shares rejected) there is one event. `log` gets a JSON line per request.
+    """`window` is in drafted tokens. When the share of rejected drafts rises above a value in `warn_above`, there is one event.
 
-    `on_event` is called immediately, in the thread of the request.
+    `log` gets one JSON line per request. `on_event` is called immediately, in the thread of the request.
     """
 
     window: int = WINDOW_TOKENS
@@ -236,7 +234,7 @@ class MonitorOptions:
 
 
 class RequestMonitor:
-    """Latencies and events of one request, which are also counted by the session's monitor; `settings` go into its record in the log."""
+    """Latencies and events of one request. The session's monitor counts them too. `settings` are part of the record in the log."""
 
     def __init__(self, monitor: Monitor, settings: Mapping[str, Any]) -> None:
         self.events: list[Event] = []
@@ -260,10 +258,10 @@ class RequestMonitor:
 
 
 class Monitor:
-    """Counts rounds, events and requests of a session; `options` None are the defaults. Any thread may call it."""
+    """Counts a session's rounds, events and requests. `options` None takes the defaults. Any thread may call it."""
 
     def __init__(self, options: MonitorOptions | None = None) -> None:
-        """Raises RequestError for a window or threshold out of range and for a log that cannot be appended to."""
+        """Raises RequestError for a window or threshold out of range, and for a log that cannot be appended to."""
         self.options = options = options or MonitorOptions()
         self._window = AcceptanceWindow(options.window, options.warn_above)
         self._token_latencies = Latencies(KEPT_ROUNDS)
@@ -320,7 +318,7 @@ class Monitor:
         return record
 
     def summary(self) -> dict[str, Any]:
-        """Returns acceptance and rejection over the window, P50 and P95 of token latency and of the time to the first token."""
+        """Returns acceptance and rejection within the window, and P50 and P95 of token latency and time to the first token."""
         with self._lock:
             rejection = self._window.rejection
             return {
@@ -378,7 +376,7 @@ class Monitor:
 
 
 def _by_position(name: str, description: str, counts: Sequence[int]) -> Metric:
-    """A counter of drafts by their place in the draft, from 0, as vLLM and llama-server number them."""
+    """A counter with a value for each draft position. Positions begin at 0, as in vLLM and llama-server."""
     samples = [Point(value=count, labels={"position": str(place)}) for place, count in enumerate(counts) if count]
     return Metric(name=name, kind="counter", description=description, samples=samples)
 
@@ -391,9 +389,9 @@ def _summary(name: str, description: str, latencies: Latencies) -> Metric:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Appends in one write, so that lines of several processes do not mix."""
+    """Appends with a single write, so that lines of several processes do not mix."""
     with errors_as(RequestError, f"the log {path} cannot be appended to", "choose another file"):
-        # Opening a pipe without a reader fails instead of waiting for one.
+        # O_NONBLOCK makes opening a pipe without a reader fail instead of waiting for one.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o644)
         try:
             if hasattr(os, "O_NONBLOCK"):

@@ -46,7 +46,7 @@ from edge_runtime.session.prompt_cache import PromptCache, row_facts
 from edge_runtime.session.self_checks import CHECKS, DeviceCheck, answers, compared, is_rounded
 from edge_runtime.session.session import Session, SessionParts, rate_with
 
-# The options of a request, which a session takes when it is open.
+# The options of a request, for errors about options that do not belong to opening.
 _OF_REQUESTS = {"generate({}=...)": [name for name in inspect.signature(Session.generate).parameters if name != "self"]}
 
 
@@ -59,7 +59,7 @@ def default_threads() -> int:
 def open_session(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> Session:
     """Opens a bundle. Options are given as keywords (`open_session("bundle", context=2048)`), as `LoadOptions`, or both; keywords win.
 
-    On first use, llama.cpp is probed in a child process, since a build may crash on the processor it runs on.
+    On first use, llama.cpp is tried in a child process, because a build may crash on a processor that it was not compiled for.
     Raises BundleError, BackendError, ConfigError, and RequestError for an unknown drafter, backend or provider, a bundle that does not
     fit into memory, or a log that cannot be written.
     """
@@ -68,10 +68,10 @@ def open_session(folder: Path | str, options: LoadOptions | None = None, **keywo
 
 @with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = None, **keywords: Any) -> Sessions:
-    """Opens a bundle for `count` requests at once, each with `context` tokens of its own. Otherwise as `open_session`.
+    """Opens a bundle for `count` concurrent requests, each with its own `context` tokens. Otherwise as `open_session`.
 
-    More than one at once run on llama.cpp only. Where several backends can run a bundle, the one measured or computed to be fastest is
-    taken.
+    Only llama.cpp runs more than one request at once. If several backends can run a bundle, the one that was measured or computed to be
+    the fastest is used.
     """
     loader = _PairLoader(folder, replace(options or LoadOptions(), **keywords))
     return loader.load(loader.choose_backend(count), count)
@@ -79,7 +79,7 @@ def open_sessions(folder: Path | str, count: int, options: LoadOptions | None = 
 
 @with_keywords(LoadOptions, LoadOptions, elsewhere=_OF_REQUESTS)
 def faster_backend(folder: Path | str, options: LoadOptions | None = None, **keywords: Any) -> BackendKind:
-    """Returns the backend that `open_session` would take with these options; measures as it does, and raises as it does."""
+    """Returns the backend that `open_session` would choose with these options. Measures and raises as it does."""
     return backend_of(_PairLoader(folder, replace(options or LoadOptions(), **keywords)).choose_backend(1))
 
 
@@ -89,7 +89,7 @@ class _PairLoader:
     def __init__(self, folder: Path | str, options: LoadOptions) -> None:
         if options.drafter is not None and options.drafter not in DRAFTER_KINDS:
             raise RequestError(f"drafter {options.drafter!r} is unknown; choose one of {', '.join(DRAFTER_KINDS)}")
-        # Probes of several backends say the same of a busy machine.
+        # Measurements of several backends would print the same sentence about a busy machine.
         self.options = options = replace(options, notify=without_repeats(options.notify))
         self.bundle = open_bundle(folder, check=options.check, public_key=options.public_key)
         self.hashes = [file.sha256 for file in self.bundle.manifest.files]
@@ -104,10 +104,10 @@ class _PairLoader:
         self.auto = options.device == AUTO
 
     def choose_backend(self, count: int) -> BackendChoice:
-        """Returns the backend that the options need, else the one that is faster by what was measured here, else by computed costs.
+        """Returns the backend that the options require; if several fit, the faster one by measurements, or else by computed costs.
 
-        With images or sound, or a drafter that not all have, the first of those that fit. With the device "auto" also that device which is
-        measured to be fastest, of those that compute what the CPU does.
+        A bundle with media, or a drafter that is a model, takes the first fitting backend without comparing speeds. With the device "auto",
+        all accelerators are compared too, and only those that compute what the CPU does can be chosen.
         """
         options, settings = self.options, self.settings
         fitting = fitting_backends(self._request(count), options.backend)
@@ -131,7 +131,7 @@ class _PairLoader:
         return max(fitting, key=self._computed_rate) if kept is None else kept.fastest
 
     def _computed_rate(self, kind: BackendKind) -> float:
-        """Returns the tokens per second to be expected by the sizes of the bundle's files; opens nothing."""
+        """Returns the expected tokens per second by the sizes of the bundle's files; opens nothing."""
         costs = computed_costs(self.bundle.manifest, CARDS[kind].format, self.drafter or "dense", variant())
         return rate_with(CostCurve(costs), self.bundle, self.settings, drafts=self.drafter != "none")
 
@@ -145,12 +145,12 @@ class _PairLoader:
             options.notify(sentence)
         pair = self._measured_pair(opened)
         computed = computed_costs(self.bundle.manifest, CARDS[kind].format, opened.drafter_kind, opened.row_kernels)
-        # What is computed holds for the processor.
+        # Computed costs hold for the processor only, so an accelerator's are always measured.
         measure = options.measure or self.auto or opened.accelerator is not None
         costs = PairCosts(pair, computed, options.power, options.notify, measure=measure, waiting=options.waiting)
         if settings.needs_costs and (count > 1 or measure):
             costs()  # measuring empties the cache, so it is done before any request runs
-        # Drafts of a pair are the same on all machines, but not on all backends, whose weights differ.
+        # A pair drafts the same on all machines, but not on all backends, because their weights differ.
         facts, answer_facts = [kind, opened.drafter_kind, *self.hashes], [*map(str, opened.answer_facts)]
         shared = SessionParts(
             bundle=self.bundle,
@@ -179,9 +179,9 @@ class _PairLoader:
         return Sessions(sessions, opened.batch)
 
     def _trusted(self, kind: BackendKind, request: OpenRequest) -> OpenedPair:
-        """Opens the pair, on an accelerator only if it computes what the CPU does; that is compared once for its driver.
+        """Opens the pair. Uses an accelerator only if it computes what the CPU does; this is compared once for each driver.
 
-        Else on the CPU, or, if the accelerator was asked for by its own name, raises BackendError.
+        If it does not, opens the pair on the CPU, or raises BackendError if the options name this accelerator.
         """
         backend, options, rows = load_backend(kind), self.options, self.settings.longest_draft + 1
         opened = backend.open(request)
@@ -201,7 +201,7 @@ class _PairLoader:
             routed, rounded = bool(manifest.architecture.experts), is_rounded(manifest, CARDS[kind].format)
             return compared(accelerator.name, reference, *pair, longest=rows, parity=parity, routed=routed, rounded=rounded)
 
-        drafter = opened.drafter_kind, type(opened.drafters[0]).__name__  # of one kind there are several, on the device and beside it
+        drafter = opened.drafter_kind, type(opened.drafters[0]).__name__  # a kind has several classes: on the device and beside it
         facts = [kind, accelerator.name, accelerator.driver, self.settings.context, *drafter, project_version(), *self.hashes]
         key = entry_key([cpu_identity(), *map(str, facts)])
         if (known := CHECKS.known(key)) is not None:
@@ -237,7 +237,7 @@ class _PairLoader:
         )
 
     def _measured_pair(self, opened: OpenedPair) -> MeasuredPair:
-        """Returns the pair to be measured, on its best threads if the options name no number."""
+        """Returns the pair to measure, with its best thread counts unless the options give a number."""
         pair = MeasuredPair(
             target=opened.batch.targets[0],
             drafter=opened.drafters[0],
@@ -267,7 +267,7 @@ class _PairLoader:
         return PromptCache(Path(options.prompt_cache), facts, limit=limit, notify=options.notify)
 
     def _check_energy(self) -> None:
-        """Raises RequestError where joules cannot be minimized: another policy, or the power of the phases is not known."""
+        """Raises RequestError if joules cannot be minimized: with another policy, or if the power of each phase is unknown."""
         if not self.settings.needs_costs:
             raise RequestError(f"the objective energy needs the policy {DEFAULT_POLICY}, not {self.settings.policy}; change one of them")
         if self.options.power is None:
@@ -279,5 +279,5 @@ class _PairLoader:
 
 @functools.cache
 def project_version() -> str:
-    """Returns the installed version of this project, or an empty text in packages for devices."""
+    """Returns the installed version of this project; an empty string in device packages."""
     return installed_version("edge-mtp") or ""

@@ -1,12 +1,12 @@
 """The prompt cache: K/V rows of prompts in a folder, so that a text is computed once.
 
-The folder holds segments (`kv_state_file`): the rows of some tokens behind a text. A segment's name has a hash of the text before it and
-one of the text up to its end, both with what the rows belong to and whose they are; so a prompt's longest known beginning follows from
-names alone, texts that begin alike share segments, and another bundle, engine or client finds none of them. Segments are the pieces in
-which prompts are computed, so what follows a restored one is computed in the pieces in which it would have been.
+The folder holds segments: files with the rows of a run of tokens. A segment's name has a hash of the text before it and a hash of the text
+up to its end. Both hashes include the facts that the rows depend on and the client. So the longest known prefix of a prompt follows from
+file names alone, texts with the same beginning share segments, and another bundle, engine or client does not find them. Segments are the
+pieces in which prompts are prefilled. What follows a restored segment is therefore computed in the same pieces as without the cache.
 
-Reading must pay: what takes more than a `SPEEDUP`-th of the time that computing took is given up. Nothing here fails a request: what cannot
-be read is computed, what cannot be written is not kept, and `notify` gets one sentence.
+Reading is given up when it takes more than a `SPEEDUP`-th of the time that computing took. No failure here fails a request: what cannot be
+read is computed, what cannot be written is not kept, and `notify` gets one sentence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_SECONDS = 1e9
 TOKEN = np.dtype("<i4")
-# What rows belong to, in the words of an error.
+# The facts that rows depend on, each with its wording in an error.
 FACTS = {
     "bundle": "another bundle",
     "engine": "another engine",
@@ -54,10 +54,10 @@ FACTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """What a file holds. `facts` are those of FACTS; `after` identifies the `first` tokens before these, "" where there are none.
+    """What a file holds. `facts` has the keys of FACTS. `after` is a hash of the `first` tokens before these; "" if there are none.
 
-    `tokens` and their full rows are as many, `sliding` is the number of sliding rows; `tokens_sha256` is of tokens and full rows,
-    `sliding_sha256` of sliding ones. `seconds` is how long computing the rows took.
+    `tokens` is the number of tokens and of rows of full attention, `sliding` the number of rows of sliding layers. `tokens_sha256` covers
+    tokens and full rows, `sliding_sha256` the sliding rows. `seconds` is how long computing the rows took.
     """
 
     version: int
@@ -74,7 +74,7 @@ class StateHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSegment:
-    """Rows with their tokens [n], and what stands before them, as in `StateHeader`."""
+    """Rows with their tokens [n]. `first`, `after` and `seconds` are as in `StateHeader`."""
 
     tokens: NDArray[np.int64]
     rows: KvRows
@@ -84,13 +84,13 @@ class RowSegment:
 
 
 def row_facts(target: SavableTarget, bundle: str, engine: str, kernels: str) -> dict[str, str]:
-    """Returns what a target's rows belong to; `bundle` and `kernels` are hashes."""
+    """Returns the facts that a target's rows depend on; `bundle` and `kernels` are hashes."""
     full, sliding = target.row_bytes
     return {"bundle": bundle, "engine": engine, "kv_type": target.kv_type, "rows": f"{full}+{sliding}", "kernels": kernels}
 
 
 def write_segment(path: Path, segment: RowSegment, facts: Mapping[str, str], context: int) -> int:
-    """Writes a file atomically, for its owner alone; returns its bytes. Raises OSError."""
+    """Writes a file atomically, readable by its owner alone; returns its size in bytes. Raises OSError."""
     tokens, rows = segment.tokens.astype(TOKEN), segment.rows
     full, sliding = np.ascontiguousarray(rows.full), np.ascontiguousarray(rows.sliding)
     header = StateHeader(
@@ -112,10 +112,10 @@ def write_segment(path: Path, segment: RowSegment, facts: Mapping[str, str], con
 
 
 class SegmentFile:
-    """An open file of rows whose header was checked. Close it, or use it as a context manager."""
+    """An open file of rows whose header was checked. A context manager that closes it."""
 
     def __init__(self, path: Path, facts: Mapping[str, str], row_bytes: tuple[int, int]) -> None:
-        """Raises RequestError for a file that is not a state, damaged, or of something else; OSError if it cannot be read."""
+        """Raises RequestError for a file that is no state, is damaged, or has other facts; OSError if it cannot be read."""
         self._path, self._row_bytes = path, row_bytes
         self._file: BinaryIO = os.fdopen(os.open(path, READ_FLAGS), "rb")
         try:
@@ -129,13 +129,13 @@ class SegmentFile:
             raise
 
     def read_full(self, out: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Fills `out` [tokens, bytes] with the full rows; returns the tokens. Raises as `__init__` does."""
+        """Fills `out` [tokens, bytes] with the rows of full attention; returns the tokens. Raises as `__init__` does."""
         tokens = np.empty(self.header.tokens, TOKEN)
         self._fill(self._start, (tokens, out), self.header.tokens_sha256)
         return tokens.astype(np.int64)
 
     def read_sliding(self, out: NDArray[np.uint8]) -> None:
-        """Fills `out` [sliding, bytes] with the sliding rows. Raises as `__init__` does."""
+        """Fills `out` [sliding, bytes] with the rows of sliding layers. Raises as `__init__` does."""
         header = self.header
         self._fill(self._start + header.tokens * (TOKEN.itemsize + self._row_bytes[0]), (out,), header.sliding_sha256)
 
@@ -196,11 +196,11 @@ LIMIT = "1GB"
 MIN_LIMIT = 1 << 20
 # Reading must be this many times as fast as computing.
 SPEEDUP = 5.0
-# Fewer tokens are not worth a file, and more have one for each so many.
+# Fewer tokens than the first number are not worth a file; more than the second are split into several files.
 MIN_TOKENS, MAX_TOKENS = 32, 512
-# Rows that may wait for the disk, in bytes; a prompt that is computed faster than that is kept in part.
+# The most bytes of rows that may wait for the disk. If a prompt is computed faster than they are written, only a part of it is kept.
 _WAITING = 256 << 20
-# Files that may turn out damaged, or gone, while one prompt is read.
+# How many attempts are made to read one prompt. An attempt fails if a file turns out to be damaged or gone.
 _TRIES = 8
 _KEY_CHARACTERS = 32
 _NAME = re.compile(rf"([0-9a-f]{{{_KEY_CHARACTERS}}})-([0-9a-f]{{{_KEY_CHARACTERS}}})-(\d{{1,9}})-(\d{{1,9}})\.kv")
@@ -227,7 +227,7 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class _Known:
-    """A beginning of a text that the folder holds: its entries, its length, the hash of its text, and the sliding rows before its end."""
+    """A prefix of a text that the folder holds. `length` is in tokens; `sliding` is the number of sliding rows right before its end."""
 
     entries: tuple[_Entry, ...]
     length: int
@@ -245,7 +245,7 @@ class _Known:
 
 
 class PromptCache:
-    """A folder of segments, for all requests on one pair. Close it: that waits for what is still to be written."""
+    """A folder of segments, for all requests on one pair. Must be closed, which waits until everything is written."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class PromptCache:
         limit: int,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`facts` are what the rows belong to (`kv_state_file.row_facts`); `limit` in bytes is for the folder, of whatever bundles.
+        """`facts` is what the rows depend on (`row_facts`). `limit` is the most bytes of the folder, with the files of all bundles.
 
         Raises RequestError for a limit below `MIN_LIMIT`.
         """
@@ -271,21 +271,22 @@ class PromptCache:
         self._writer: threading.Thread | None = None
         begin = time.perf_counter()
         hashlib.sha256(_SAMPLE).digest()
-        # Copies from the file and into the cache take about as long as the hash.
+        # Copying from the file and into the KV cache takes about as long as hashing.
         self._read_seconds_a_byte = 2 * (time.perf_counter() - begin) / len(_SAMPLE)
 
     def request(self, target: SavableTarget, prompt: Sequence[int], client: str = "") -> CachedPrompt:
-        """Returns the part of the cache that a request may use: texts of other clients are not found."""
+        """Returns a request's view of the cache, which does not find texts of other clients."""
         return CachedPrompt(self, target, prompt, hashlib.sha256(json.dumps([self.facts, client]).encode()))
 
     def pays(self, tokens: int, bytes_: int) -> bool:
-        """Whether reading rows is expected to be so much faster than computing them, as far as that was measured."""
+        """Whether reading rows is expected to be `SPEEDUP` times as fast as computing them. True if computing was not measured yet."""
         return self.seconds_a_token is None or SPEEDUP * bytes_ * self._read_seconds_a_byte <= tokens * self.seconds_a_token
 
     def known(self, tokens: NDArray[np.int32], text: hashlib._Hash, target: SavableTarget) -> tuple[_Known, _Known]:
-        """Returns the longest beginning of `tokens` whose rows are there, and the longest that the target can go on from.
+        """Returns the longest prefix of `tokens` whose rows are in the folder, and the longest one that the target can continue from.
 
-        That needs the sliding rows before its end, or all, and ends in no image whose rows attend to later ones.
+        To continue, the target needs the sliding rows before the end of the prefix: as many as its window, or all. The end must not be
+        inside an image whose rows attend to later ones.
         """
         whole = isinstance(target, MediaTarget) and target.whole_rows > 0
         entries: dict[str, list[_Entry]] = {}
@@ -314,7 +315,7 @@ class PromptCache:
         return longest, usable
 
     def keep(self, after: str, key: str, segment: RowSegment, context: int) -> bool:
-        """Writes a segment, in a thread of its own; returns whether there was room to wait for the disk."""
+        """Writes a segment in another thread. Returns False if too many bytes already wait for the disk."""
         size = segment.rows.full.nbytes + segment.rows.sliding.nbytes
         with self._lock:
             if self._waiting + size > _WAITING:
@@ -328,7 +329,7 @@ class PromptCache:
         return True
 
     def refuse(self, path: Path, error: Exception) -> None:
-        """Leaves out a file that cannot be used; one that is not what its name says, or a link, is removed."""
+        """Ignores a file that cannot be used from now on. Removes it if it is a link or its content does not match its name."""
         self.refused.add(path)
         with contextlib.suppress(OSError):
             if is_own(path.lstat()) and (isinstance(error, RequestError) or path.is_symlink()):
@@ -337,7 +338,7 @@ class PromptCache:
         self._notify(f"a file of the prompt cache is not used ({error}); its prompt is computed anew")
 
     def give_up(self, error: Exception, *, reading: bool = False) -> None:
-        """Keeps nothing more; after a failure of `reading`, reads nothing more either."""
+        """Stops writing; after a failure while `reading`, stops reading too."""
         if self.writable:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
             failed, without = ("used", "it") if reading else ("written", "keeping prompts")
@@ -345,7 +346,7 @@ class PromptCache:
         self.writable, self.usable = False, self.usable and not reading
 
     def close(self) -> None:
-        """Waits until all is written. Can be called twice."""
+        """Waits until everything is written. Can be called twice."""
         if self._writer is not None:
             self._queue.put(None)
             self._writer.join()
@@ -361,7 +362,7 @@ class PromptCache:
                     self.give_up(error)
             with self._lock:
                 self._waiting -= segment.rows.full.nbytes + segment.rows.sliding.nbytes
-            del item, segment  # not held until the next one comes
+            del item, segment  # frees the rows now, not when the next segment comes
 
     def _write(self, path: Path, segment: RowSegment, context: int) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -379,7 +380,7 @@ class PromptCache:
             return []
 
     def _is_private(self) -> bool:
-        """Whether the folder does not exist yet, or nobody else can put files into it."""
+        """Whether the folder does not exist yet, or no other user can write files into it."""
         try:
             state = self.folder.stat()
         except FileNotFoundError:
@@ -401,19 +402,19 @@ class PromptCache:
 
 
 class CachedPrompt:
-    """One request's use of a prompt cache; `target` is where its rows are."""
+    """One request's view of a prompt cache. `target` holds the request's rows."""
 
     def __init__(self, cache: PromptCache, target: SavableTarget, prompt: Sequence[int], root: hashlib._Hash) -> None:
-        """`root` is the hash of what the rows belong to."""
+        """`root` is the hash of the client and of the facts that the rows depend on."""
         self._cache, self.target, self._root = cache, target, root
         self._prompt = np.asarray(prompt, np.int32)
         self._stored: tuple[int, hashlib._Hash] | None = None
         self._computed, self._seconds = 0, 0.0
 
     def reading(self, held: int) -> Iterator[int]:
-        """Restores the longest beginning of the prompt, in steps of one file; yields after each how many tokens are in the target's cache.
+        """Restores the longest known prefix of the prompt, one file per step. Yields after each step the tokens in the target's cache.
 
-        `held` of them are there already.
+        `held` tokens are there already.
         """
         for _ in range(_TRIES if self._cache.usable else 0):
             _, known = self._cache.known(self._prompt, self._root, self.target)
@@ -423,9 +424,9 @@ class CachedPrompt:
                 return
 
     def keep(self, computed: int, seconds: float, *, complete: bool) -> None:
-        """Keeps the rows of the target that the folder has not; `computed` of the prompt's were made just now, in `seconds`.
+        """Writes the target's rows that are not in the folder. `computed` of them were computed just now, in `seconds`.
 
-        Where that was not a `complete` piece, they are kept together with the rest of it.
+        If they are not a `complete` piece, they are written later, together with the rest of the piece.
         """
         cache, target = self._cache, self.target
         self._computed, self._seconds = self._computed + computed, self._seconds + seconds
@@ -467,7 +468,7 @@ class CachedPrompt:
             self._stored = end, text
 
     def _read(self, known: _Known, held: int) -> Generator[int, None, bool]:
-        """Restores the rows of `known`; returns whether that is done or given up, False where a file turned out to be none."""
+        """Restores the rows of `known`. Returns True when that is done or given up, and False if a file turned out to be unusable."""
         cache, target, seconds, computed = self._cache, self.target, 0.0, 0.0
         try:
             read = _Read(known, target, self._root)
@@ -479,7 +480,7 @@ class CachedPrompt:
             try:
                 computed += read.add(number, entry, cache.facts, self._prompt)
             except FileNotFoundError:
-                return False  # it was removed since
+                return False  # another process has removed it
             except (RequestError, OSError) as error:
                 cache.refuse(entry.path, error)
                 return False
@@ -493,7 +494,7 @@ class CachedPrompt:
             cache.give_up(error, reading=True)
             return True
         self._stored = known.length, known.text
-        for entry in reversed(known.entries):  # so that what others build on goes last
+        for entry in reversed(known.entries):  # the first entry becomes the newest, so that segments which others follow are removed last
             with contextlib.suppress(OSError):
                 os.utime(entry.path)
         yield known.length
@@ -501,7 +502,7 @@ class CachedPrompt:
 
 
 class _Read:
-    """The rows of a beginning of a prompt while they are read; sliding ones only as far as they are needed."""
+    """The rows of a prompt's prefix while they are read. Sliding rows are read only as far as they are needed."""
 
     def __init__(self, known: _Known, target: SavableTarget, root: hashlib._Hash) -> None:
         self._row_bytes, self._text = target.row_bytes, root.copy()
@@ -514,7 +515,7 @@ class _Read:
         self._place = self._sliding_place = 0
 
     def add(self, number: int, entry: _Entry, facts: Mapping[str, str], prompt: NDArray[np.int32]) -> float:
-        """Reads the next entry; returns the seconds that computing it took. Raises RequestError if it is not what its name says."""
+        """Reads the next entry; returns the seconds that computing it took. Raises RequestError if it does not match its name."""
         first, end = self._place, self._place + entry.tokens
         with SegmentFile(entry.path, facts, self._row_bytes) as file:
             header = file.header

@@ -1,4 +1,4 @@
-"""Whether drafts, or other requests in a batch, can change the text: compares rows of logits computed alone and in verifies."""
+"""Whether drafts, or other requests in a batch, can change the text: compares rows of logits computed alone and in a verify."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.calibration.measured import MeasuredValue, Notify
 from edge_runtime.interfaces import SequenceBatch
 
-# Attention over a longer text is added up in parts, by some kernels in other parts for one row than for several. Sequences behind the first
-# have a short text: their rows share its forwards, and a start must not take long.
+# Attention over a longer text is summed in parts, and some kernels split one row into other parts than several rows. All sequences but the
+# first have a short text: their rows share the first one's forwards, and opening a bundle must not take long.
 _TEXT, _TEXT_BESIDE = 300, 40
 _WIDTHS = (2, 4, 8, 13)
-# Rows of a verify that are compared: the first ones, each computed alone too.
+# How many rows of a verify are compared: the first ones. Each is also computed alone.
 _COMPARED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowEquality:
-    """How many of the `compared` rows of verifies differ in their bits from the same row alone, and the largest difference of two logits.
+    """How many of the `compared` rows of a verify differ in their bits from the same row alone, and the largest difference of two logits.
 
-    `stock_attention`: the engine's own attention reads the K/V rows; its sums depend on the batch in too few rows for this comparison
-    to find all of them.
+    `stock_attention` says that the engine's own attention reads the K/V rows. Its sums depend on the batch, but in so few rows that this
+    comparison may miss them.
     """
 
     compared: int
@@ -40,16 +40,16 @@ class RowEquality:
 
     @property
     def exact(self) -> bool:
-        """Whether drafts do not change the text, greedy or with a seed: every row has the same bits alone and in a verify."""
+        """Whether every row has the same bits alone and in a verify. Then drafts do not change text that is greedy or has a seed."""
         return self.different == 0 and not self.stock_attention
 
     @property
     def verdict(self) -> str:
-        """What it means for a text, in a few words."""
+        """What the comparison means for a text, in a few words."""
         return "exact" if self.exact else "drafts may change the text"
 
     def sentence(self) -> str:
-        """What it means for a text, in one sentence."""
+        """What the comparison means for a text, in one sentence."""
         if self.exact:
             return (
                 f"drafts do not change the text here, greedy or with a seed: {self.compared} of {self.compared} tokens have the"
@@ -82,9 +82,9 @@ _KNOWN = MeasuredValue(
 def known_row_equality(
     fingerprint: str, batch: SequenceBatch, longest: int, notify: Notify, waiting: Waiting = silent_wait, *, stock_attention: bool = False
 ) -> RowEquality:
-    """Returns the cached result for a context of this fingerprint; otherwise compares, which empties the caches.
+    """Returns the cached result for a context with this fingerprint; if there is none, compares, which empties the KV caches.
 
-    Without a fingerprint it always compares. A verify has at most `longest` rows of each sequence. `stock_attention` is as of
+    Always compares if the fingerprint is empty. A verify has at most `longest` rows of each sequence. `stock_attention` is as in
     `RowEquality`.
     """
     if not fingerprint:
@@ -95,9 +95,10 @@ def known_row_equality(
 
 
 def compare_rows(batch: SequenceBatch, longest: int) -> RowEquality:
-    """Compares rows computed alone with the same rows in verifies: of 2 to `longest` rows per sequence, and of one row per sequence.
+    """Compares rows computed alone with the same rows in a verify of 2 to `longest` rows per sequence.
 
-    The first sequence has a text of up to 300 tokens. Empties the caches.
+    With several sequences, also compares with a verify of one row per sequence. The first sequence has a text of up to 300 tokens.
+    Empties the KV caches.
     """
     widths = sorted({min(width, longest) for width in _WIDTHS} | ({1} if len(batch.targets) > 1 else set()))
     texts = [_text(number, target.context - longest - 1, longest) for number, target in enumerate(batch.targets)]
@@ -119,13 +120,13 @@ def compare_rows(batch: SequenceBatch, longest: int) -> RowEquality:
 
 
 def _text(number: int, room: int, longest: int) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a sequence's prompt, at most `room`, and `longest` that follow."""
+    """Returns the tokens of a sequence's prompt, at most `room`, and the `longest` tokens that follow it."""
     length = max(1, min(_TEXT_BESIDE if number else _TEXT, room))
     tokens = [(number + index) % 100 + 4 for index in range(length + longest)]
     return tokens[:length], tokens[length:]
 
 
 def _rows_alone(batch: SequenceBatch, number: int, prompt: Sequence[int], following: Sequence[int]) -> list[NDArray[np.float32]]:
-    """Prefills a sequence, whose cache is empty, and returns its first rows, each of a forward of its own."""
+    """Prefills a sequence whose cache is empty. Returns its first rows, each computed in its own forward."""
     batch.targets[number].prefill(prompt)
     return [batch.verify_all([(number, [token])])[0][0].copy() for token in following[:_COMPARED]]

@@ -1,4 +1,4 @@
-"""Checks that a session runs on itself: an accelerator against the CPU, drafts against plain decoding, and an image's time."""
+"""Checks of a session: an accelerator against the CPU, drafts against plain decoding, and how long an image takes."""
 
 from __future__ import annotations
 
@@ -23,41 +23,45 @@ from edge_runtime.session.generation import Generation
 from edge_runtime.session.monitor import DecodeStats
 from edge_runtime.session.session import Session
 
-# The check of an accelerator before it is trusted: a fixed text's logits and drafts, compared with the CPU's.
+# Before an accelerator is trusted, its logits and drafts for a fixed text are compared with the CPU's.
 #
-# A device is wrong in silence where its driver, its provider or its memory is: kept by driver, so that a new one is checked anew.
+# A fault of its driver, its execution provider or its memory causes no error. The result is kept for a driver; a new one is checked again.
 
-# Tokens of a prompt, of a long one, and those that are verified behind it.
+# The number of tokens of a prompt, of a long prompt, and of those that are verified after it.
 _PROMPT, _LONG, _FOLLOWING = 40, 700, 13
 _WIDTHS = (1, 2, 4, 8, 13)
 _VERIFY = "a step's tokens"
 _DRAFTS = 4
-# The mean KL, in nats, that is allowed: of weights that lose nothing, of others at least, and the share of what their quantization loses.
-# Two ways of rounding activations to 8 bits differ by 0.0003 (docs/design/onnx-graphs.md). What one wrong operator adds may be 0.001.
+# The allowed mean KL divergence in nats: with weights that lose nothing, the least for other weights, and its share of the KL that their
+# quantization causes. Two ways of rounding activations to 8 bits differ by 0.0003 (docs/design/onnx-graphs.md). A single wrong operator may
+# add as little as 0.001.
 _FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
 _FLOAT_BITS = 32
-# Of rounded weights, where the export measured nothing: of 80 random pairs on llama.cpp's RPC device the largest was 0.0024.
+# The limit for rounded weights if the export measured nothing. The largest KL of 80 random pairs on llama.cpp's RPC device was 0.0024.
 _UNKNOWN_LIMIT = 0.005
-# Where rows choose experts, at near ties others, which changes a row by up to 0.23: of a verify's rows beyond the eighth, and of others.
-# Of five such pairs the largest means were 0.021 and 0.12, the smallest of a fault in them 0.117 and 0.39.
+# Limits for models with experts. At a near tie, a row may choose another expert, which changes it by up to 0.23. The first limit is for a
+# verify's rows beyond the eighth, the second for the other means. The largest means of five correct pairs were 0.021 and 0.12; the smallest
+# ones with a fault were 0.117 and 0.39.
 _TILE, _ROUTED_BEYOND_LIMIT, _ROUTED_LIMIT = 8, 0.07, 0.2
-# Near ties change few rows, unless they change one of the prompt's; rows that are not read or stale change all behind them. So the middle
-# row of so many has a limit of its own: of 40 pairs the largest was 0.048. Of four rows it was 0.09. Where a pair is opened for at most 7
-# rows, the mean alone judges.
+# A near tie changes few rows, unless it is in the prompt. K/V rows that are stale or not read change all rows after them. So the median of
+# at least this many rows has its own limit. The largest median of 40 correct pairs was 0.048; of four rows it was 0.09. If a pair is opened
+# for at most 7 rows, only the mean is checked.
 _FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 8, 0.08
-# Drafts follow from rows that differ a little: so many of them must be the CPU's, or nearly as likely there, in nats; also of those at one
-# place, where this many are compared. A wrong one costs time, and never changes the text.
+# Drafts depend on rows that differ a little. At least this share of them must equal the CPU's, or be less likely there by at most so many
+# nats. The same must hold at each draft position where at least the last number of drafts are compared. A wrong draft costs time, but
+# never changes the text.
 _SAME_DRAFTS, _TIE, _FEWEST_DRAFTS = 0.2, 1.0, 4
-# Rows whose numbers are looked at beside those that are compared, and for how long.
+# How many rows are checked for NaN, with those that are compared, and the most seconds for the additional ones.
 _ROWS, _SECONDS = 1100, 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCheck:
-    """What a device answered. `worst` is the part of the text whose rows have the largest mean KL(CPU || device), in nats.
+    """The result of a comparison. `worst` is the part of the text that is closest to its limit, or exceeds it most.
 
-    `same_drafts` is the share of drafts that are the CPU's, `rows` how many rows the device computed. `failure` is what ended the check.
-    `rows_differ`: rows have other bits alone than in a verify, so that drafts may change near ties.
+    `mean_kl` is the mean KL(CPU || device) of its rows, in nats. `same_drafts` is the share of drafts that agree with the CPU's. `rows` is
+    the number of rows that the device computed. `failure` is the error that ended the check. `rows_differ` says that rows have other bits
+    alone than in a verify, so that drafts may change near ties.
     """
 
     device: str
@@ -95,7 +99,7 @@ CHECKS = MeasuredValue(
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a pair answered to the text: rows of logits by part of it, drafts, and what each token of a draft was chosen from, if known."""
+    """A pair's answers to the text: rows of logits for each part, drafts, and the scores of each draft token's choice, if known."""
 
     rows: dict[str, NDArray[np.float32]]
     drafts: list[list[int]] = field(default_factory=list)
@@ -103,7 +107,7 @@ class Answers:
 
 
 class _Scores(NamedTuple):
-    """The drafter's logits of all tokens, or of `tokens`."""
+    """The drafter's logits, of all tokens or only of `tokens`."""
 
     logits: NDArray[np.float32]
     tokens: NDArray[np.integer] | None
@@ -114,15 +118,15 @@ class _Scores(NamedTuple):
         return best if self.tokens is None else int(self.tokens[best])
 
     def behind(self, token: int) -> float:
-        """How much less likely a token is than the likeliest, in nats."""
+        """How much less likely a token is than the likeliest one, in nats."""
         tokens = np.arange(len(self.logits)) if self.tokens is None else self.tokens
         own = self.logits[tokens == token]
         return float(self.logits.max() - own[0]) if len(own) else np.inf
 
 
 def answers(target: Target, drafter: Drafter | None, longest: int, *, scored: bool = True) -> Answers:
-    """Runs the text through a pair, whose caches it empties; a verify has at most `longest` rows. Drafts are greedy, by their scores if
-    `scored`."""
+    """Runs the text through a pair and empties its KV caches. A verify has at most `longest` rows. Drafts are greedy; their scores are
+    recorded if `scored`."""
     gathered = Answers(rows={})
 
     def draft(last: int) -> None:
@@ -153,9 +157,9 @@ def compared(
     routed: bool = False,
     rounded: bool = True,
 ) -> DeviceCheck:
-    """Compares a device's pair with the CPU's answers. `parity` is what the export measured, `routed` whether rows choose experts.
+    """Compares a device's pair with the CPU's answers. Empties the KV caches.
 
-    `rounded` is what `is_rounded` says. Empties the caches.
+    `parity` is what the export measured, `routed` says whether the model has experts, and `rounded` is the result of `is_rounded`.
     """
     limit = allowed_loss(parity, rounded=rounded)
     try:
@@ -183,7 +187,7 @@ def compared(
 
 
 def _limit_routed(of_rows: Mapping[str, NDArray[np.float64]], losses: dict[str, float], limits: dict[str, float], limit: float) -> None:
-    """Adds what rows that choose experts are held to besides: of those beyond the eighth, and of the middle row, which near ties spare."""
+    """Adds further limits for models with experts: for rows beyond the eighth, and for the median row, which near ties hardly change."""
     for part, each in list(of_rows.items()):
         if len(each) > _TILE and part.startswith(_VERIFY):
             losses[f"{part} beyond the eighth"] = float(each[_TILE:].mean())
@@ -194,14 +198,14 @@ def _limit_routed(of_rows: Mapping[str, NDArray[np.float64]], losses: dict[str, 
 
 
 def is_rounded(manifest: Manifest, format: str) -> bool:
-    """Whether weights of the target in this format, or K/V rows of graphs, have fewer bits than float32, or the manifest does not say."""
+    """Whether the target's weights in this format, or the graphs' K/V rows, have fewer bits than float32. True if that is unknown."""
     files = (file for file in manifest.files if file.role in ("target", "target_data") and file.format.startswith(format))
     bits = max((file.bits_per_weight or 0 for file in files), default=0)
     return bits < _FLOAT_BITS or any(buffer.dtype != "f32" for buffer in manifest.cache_layout.buffers)
 
 
 def allowed_loss(parity: object, *, rounded: bool) -> float:
-    """Returns the mean KL, in nats, that rows may have beside the CPU's, by what the weights lose; without experts."""
+    """Returns the allowed mean KL from the CPU's rows, in nats, which depends on what quantization loses; for models without experts."""
     quality = exported_quality(parity)
     if quality is None:
         return _UNKNOWN_LIMIT if rounded else _FLOAT_LIMIT
@@ -209,7 +213,7 @@ def allowed_loss(parity: object, *, rounded: bool) -> float:
 
 
 def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields parts of the text with their rows, which the next part may overwrite; has it drafted behind verifies."""
+    """Yields the parts of the text with their rows, which the next part may overwrite. Calls `draft` after the verifies of each width."""
     text, other = _text(1), _text(2)
     target.rollback(0)
     target.prefill(text[:_PROMPT])
@@ -232,9 +236,9 @@ def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterato
 
 
 def _same_drafts(reference: Answers, given: list[list[int]]) -> float:
-    """The share of drafts that are the CPU's or nearly as likely there: of all, or of those at the place where it is smallest.
+    """Returns the share of draft tokens that equal the CPU's or are nearly as likely there: of all, or at the position with the fewest.
 
-    Behind the first other one of a draft none is compared, since it follows from that.
+    Tokens after the first different one of a draft are not compared, because they depend on it.
     """
     fine: list[list[bool]] = [[] for _ in range(_DRAFTS)]
     for expected, scores, drafted in zip(reference.drafts, reference.scores, given, strict=True):
@@ -276,20 +280,20 @@ def _losses(expected: NDArray[np.float32], rows: NDArray[np.float32]) -> NDArray
 
 
 def _text(number: int) -> list[int]:
-    """A text of tokens that every vocabulary has, and that no other number gives."""
+    """Returns a text of tokens that every vocabulary has. Each number gives another text."""
     tokens: list[int] = np.random.default_rng(number).integers(4, 204, _PROMPT + _FOLLOWING + 1).tolist()
     return tokens
 
 
-# Requests that a session runs to check or time itself: whether drafts change the output, and how long an image takes.
+# Requests that check or time a session: whether drafts change the output, and how long an image takes.
 #
-# One row and several rows may go through different kernels, whose last bits differ. Where the two best logits are that close, the most
+# One row and several rows may go through different kernels, whose last bits differ. If the two largest logits are that close, the most
 # likely token can change. The logit gap tells such a tie from a fault.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LosslessReport:
-    """`equal`, or the first divergence: position in the output, both token ids, and the difference of their logits in plain decoding."""
+    """Whether the outputs are `equal`; if not, the first divergence: its position, both tokens and their logit gap in plain decoding."""
 
     equal: bool
     tokens: int
@@ -347,13 +351,13 @@ QUESTION = "What is this?"
 
 
 def square(budget: int, seed: int) -> Image:
-    """Returns a square image of noise within the budget; each seed gives another image, whose rows no cache holds."""
+    """Returns a square image of noise within the budget. Each seed gives another image, so that no cache has its rows."""
     side = SIDE * math.isqrt(budget)
     return Image(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def time_image(session: Session, image: Image) -> DecodeStats:
-    """Runs a request about an image up to its first token; the first of a session loads the encoder too."""
+    """Runs a request about an image up to its first token. The first such request of a session also loads the encoder."""
     generation = session.generate(session.media_prompt(QUESTION, [image]), max_tokens=1, draft_length=0)
     for _ in generation.rounds():
         pass

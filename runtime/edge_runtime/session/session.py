@@ -37,15 +37,15 @@ from edge_runtime.text.grammar import Constraint, grammars_for
 
 @dataclass(frozen=True, kw_only=True)
 class SessionParts(LoadedPair):
-    """What a session is made of. `settings` None takes the bundle's recommendation, `monitor` None one that only counts.
+    """The parts of a session. `settings` None takes the bundle's recommendation; `monitor` None takes one without a log.
 
-    `costs` is called when a policy that needs them is first used; without it that policy drafts a fixed length with a safety net.
-    `keep_costs` is called at the end.
-    `acceptance_cache` holds the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
-    `row_kernels` names the variant of the project's kernels that multiplies, None for stock ones; `device` is where the graphs run;
-    `stock_attention` is as of `OpenedPair`.
+    `costs` is called when a policy that needs costs is first used. Without it, that policy drafts a fixed length with a safety net.
+    `keep_costs` is called when the session closes.
+    `acceptance_cache` has the acceptance model that `profit` starts with and updates. `encoder` computes the rows of images and sound.
+    `row_kernels` names the variant of the project's own kernels; None means the standard ones. `device` is where the graphs run.
+    `stock_attention` is as in `OpenedPair`.
     `prompt_cache` keeps the rows of prompts on disk.
-    `fingerprint` stands for all that an answer depends on beside its request.
+    `fingerprint` identifies everything that an answer depends on, except its request.
     """
 
     bundle: Bundle
@@ -65,10 +65,10 @@ class SessionParts(LoadedPair):
 
 
 class Session:
-    """A loaded pair that runs one request at a time. `open_session` makes one.
+    """A loaded pair that runs one request at a time. `open_session` creates it.
 
     May be used from any thread: `Generation.text` calls wait for each other. A request that begins ends the one before it, which raises
-    RequestError if it is continued; for requests side by side there is `open_sessions`. After `close` every call raises RequestError.
+    RequestError if it is continued. Use `open_sessions` for concurrent requests. After `close`, every call raises RequestError.
     """
 
     def __init__(self, parts: SessionParts) -> None:
@@ -116,14 +116,15 @@ class Session:
 
         Sampling is given as keywords (`temperature=0.7, seed=1`), as `SamplingParams`, or both; keywords win.
         `draft_length` 0 is plain decoding; a `policy` replaces it. With neither, the session's settings decide, with a safety net.
-        `acceptance` is "coupled", the default with a seed, which keeps the text as it is without drafts, or "block",
-        the default without one, which keeps its distribution. `chunk_size` None takes the settings' value.
-        With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with drafts as without. Other options:
-        `GenerationOptions`. `compiled` is what `compile_constraint` made of the `constraint`, for this request alone.
-        `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it changes the speed alone.
-        With `reuse_prefix`, a session that has a prompt cache reads and keeps rows there, those of each `client` apart.
-        Raises RequestError if the prompt does not fit or an option is out of range or of the wrong type, or the session is closed,
-        BackendError if a constraint's library is missing.
+        `acceptance` is "coupled" or "block". "coupled" keeps the exact text of decoding without drafts; it is the default with a seed.
+        "block" keeps the text's distribution; it is the default without a seed. `chunk_size` None takes the settings' value.
+        With a `constraint` (a JsonSchema, Gbnf, Regex or ToolCalls) the text is always valid, with or without drafts. `compiled` is the
+        result of `compile_constraint` for the `constraint`; each can be used for one request only. For other options, see
+        `GenerationOptions`.
+        `prediction` is a text, or its tokens, that the output is expected to repeat, whole or in parts; it only changes the speed.
+        With `reuse_prefix`, a session with a prompt cache reads and writes rows there, separately for each `client`.
+        Raises RequestError if the prompt does not fit, an option is out of range or of the wrong type, or the session is closed.
+        Raises BackendError if a constraint's library is missing.
         """
         sampling = sampled(sampling, keywords)
         options = GenerationOptions(
@@ -147,7 +148,7 @@ class Session:
             monitor, proposals = RequestMonitor(self.monitor, self._log_settings(options, draft_length, policy)), None
             shares_policy = False
             if policy is None and draft_length is None:
-                # Profit knows what drafts cost; the safety net does not, and would only interfere.
+                # `profit` knows the costs of drafts and needs no safety net, which would only interfere.
                 if self._weighs:
                     proposals = self._proposals([token for token in ids if token >= 0], prediction)
                 if (policy := self.profit(assisted=proposals is not None)) is not None:
@@ -170,9 +171,9 @@ class Session:
             )
 
     def resume(self, generation: Generation) -> None:
-        """Puts a suspended request (`Generation.suspend`) on this session, which is its own or one of the same `open_sessions`.
+        """Continues a suspended request (`Generation.suspend`) on this session: its former one, or another of the same `open_sessions`.
 
-        It ends the request that is here. Raises as `Generation.resume` does.
+        Ends the request that this session has. Raises as `Generation.resume` does.
         """
         with self._open():
             generation.resume(self._parts, self.profit(assisted=True) if generation.shares_policy else None)
@@ -183,16 +184,16 @@ class Session:
 
     @property
     def _weighs(self) -> bool:
-        """Whether the policy weighs drafts by their costs, those of other sources too."""
+        """Whether the policy weighs drafts by their costs, so that it can also use drafts from other sources than the drafter."""
         return self.settings.needs_costs and self._parts.costs is not None
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns the token ids of a text as `generate` takes it, with the beginning-of-sequence token; control tokens in it stay text."""
+        """Returns a text's token ids as `generate` uses them: with the beginning-of-sequence token; control tokens in it stay text."""
         with self._open():
             return self.vocabulary.encode(text)
 
     def count_tokens(self, prompt: str | Sequence[Message]) -> int:
-        """Returns how many tokens a text has, or the messages of a chat ({"role": "user", "content": "..."}) through its template.
+        """Counts the tokens of a text, or of chat messages ({"role": "user", "content": "..."}) in the bundle's template.
 
         Raises RequestError for messages that the template refuses.
         """
@@ -220,20 +221,21 @@ class Session:
         return ids
 
     def compile_constraint(self, constraint: ConstraintSource | None) -> Constraint | None:
-        """Returns the constraint of one request in its initial state, None for none. Any thread may call it, while a request runs too.
+        """Returns the compiled constraint for one request, in its initial state; None for None.
 
-        Raises RequestError if it cannot be compiled within the limits, BackendError if its library is missing.
+        Any thread may call this, even while a request runs. Raises RequestError if the constraint cannot be compiled within the limits,
+        BackendError if its library is missing.
         """
         if constraint is None:
             return None
         return grammars_for(self.vocabulary, self.bundle.manifest.architecture.vocab_size).constrain(constraint)
 
     def media_prompt(self, prompt: str | Sequence[int], media: Sequence[Media], client: int = 0) -> MediaPrompt:
-        """Returns a prompt with images and sound for `generate`; nothing is encoded before the request runs.
+        """Returns a prompt with images and sound for `generate`. Nothing is encoded before the request runs.
 
-        In ids, each placeholder of the vocabulary (`<|image|>`, `<|audio|>`) is replaced by the next media; before a text, they are put in
-        order. Encoded rows are kept for the same `client` alone. Raises RequestError without an encoder in the bundle, or for a wrong
-        number of media.
+        In a prompt of ids, each placeholder of the vocabulary (`<|image|>`, `<|audio|>`) is replaced by the next media. With a text, all
+        media come before it, in order. Encoded rows are kept for the same `client` alone. Raises RequestError if the bundle has no encoder,
+        or for a wrong number of media.
         """
         inputs, encoder = self._media_parts()
         for item in media:
@@ -247,7 +249,7 @@ class Session:
         self._media_parts()
 
     def media_rows(self, media: Media) -> int:
-        """Returns how many rows of the context an image or a sound takes.
+        """Returns how many tokens of the context an image or a sound takes.
 
         Raises RequestError if the bundle has no encoder for it, or if the image is too large for this session.
         """
@@ -258,11 +260,11 @@ class Session:
         inputs, encoder = self.bundle.manifest.media, self._parts.encoder
         if inputs is None or encoder is None:
             missing = "this bundle has no encoder of images and sound for this backend; export it again with --media f16"
-            raise RequestError(f"image input is not supported, nor is sound: {missing}")  # the words by which clients know it
+            raise RequestError(f"image input is not supported, nor is sound: {missing}")  # clients recognize these words
         return inputs, encoder
 
     def _proposals(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Proposals | None:
-        """Returns the drafts beside the drafter, which are copied from the text. Prompt lookup has it already."""
+        """Returns a source of drafts that are copied from the text, beside those of the drafter model. Prompt lookup needs none."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
         if not (drafts or prediction):
             return None
@@ -276,7 +278,7 @@ class Session:
     def profit(self, *, assisted: bool = False) -> Profit | None:
         """Returns the session's `profit` policy, which learns from request to request.
 
-        None if another one is configured, or there is no drafter and the request is not `assisted` by other sources of drafts either.
+        Returns None if another policy is configured, or if there is neither a drafter nor another source of drafts (`assisted`).
         """
         with self._open():
             if self.drafter is None and not assisted:
@@ -292,7 +294,7 @@ class Session:
         learned = cached.model if cached else AcceptanceModel()
         rows = self.target.length
         costs = measured()
-        if self.target.length != rows:  # a meter measured the power now, which emptied the cache
+        if self.target.length != rows:  # measuring costs with a meter has emptied the cache
             self.claim.release()
         model = learned if stepwise else PositionModel()
         slowdown = costs.slowdown if isinstance(costs, EnergyCosts) else None
@@ -300,13 +302,13 @@ class Session:
         return Profit(costs, model, longest=longest, stepwise=stepwise, max_rows=self.settings.longest_draft, bound=bound)
 
     def costs(self) -> Costs:
-        """Returns what drafts and verifies cost. Raises RequestError for a session that was opened without costs."""
+        """Returns the costs of drafts and verifies. Raises RequestError for a session that was opened without costs."""
         if self._parts.costs is None:
             raise RequestError("this session was opened without costs")
         return self._parts.costs()
 
     def expected_rate(self) -> float:
-        """Returns the tokens per second, or per joule, to be expected of the policy's rounds, by the acceptance that was exported.
+        """Returns the tokens per second, or per joule, that the policy's rounds should reach with the exported acceptance rates.
 
         Raises RequestError without costs.
         """
@@ -316,9 +318,9 @@ class Session:
     def row_equality(
         self, notify: Callable[[str], None] = lambda _: None, waiting: Waiting = silent_wait, *, batch: SequenceBatch | None = None
     ) -> RowEquality:
-        """Returns whether rows have the same bits alone and in a verify, compared on first use and kept; comparing empties the cache.
+        """Returns whether rows have the same bits alone and in a verify. This is compared on first use, which empties the KV cache.
 
-        `batch` has all sequences of its context, None for this one alone.
+        `batch` has all sequences of the context; None stands for this session's sequence alone.
         """
         with self._open():
             self.claim.release()
@@ -326,11 +328,11 @@ class Session:
             return known_row_equality(self.fingerprint, batch, longest, notify, waiting, stock_attention=self.stock_attention)
 
     def with_policy(self, name: str) -> Session:
-        """Returns a session on the same loaded pair that drafts by another policy, with its own safety net and monitor."""
+        """Returns a session on the same loaded pair with another drafting policy, and with its own safety net and monitor."""
         return Session(replace(self._parts, settings=replace(self.settings, policy=name), monitor=None))
 
     def draft_length_for(self, requested: int | None) -> int:
-        """Returns the requested draft length, or the settings' first one. Raises RequestError if it needs more rows than a verify has."""
+        """Returns the requested draft length, or the settings' one if None. Raises RequestError if a verify cannot have that many rows."""
         longest = self.settings.longest_draft
         if requested is not None and (not isinstance(requested, int) or isinstance(requested, bool)):
             raise RequestError(f"draft_length is {requested!r}, not a whole number; give an int of 0 to {longest}")
@@ -344,7 +346,7 @@ class Session:
             return self.monitor.record_request(generation.monitor, generation.stats, finish_reason=generation.finish_reason)
 
     def _log_settings(self, options: GenerationOptions, draft_length: int | None, policy: DraftLengthPolicy | None) -> dict[str, Any]:
-        """Returns a request's settings for the log; no text of the prompt or of the answer."""
+        """Returns a request's settings for the log, without any text of prompt or answer."""
         values = {**self.settings.to_json(), "drafter": self.drafter_kind, "context": self.target.context, "chunk_size": options.chunk_size}
         if policy is not None:
             values["policy"] = type(policy).__name__.lower()
@@ -354,29 +356,29 @@ class Session:
 
     @property
     def costs_are_provisional(self) -> bool | None:
-        """Whether drafts are weighed by costs that were computed or learned from rounds, not measured; None where costs do not matter."""
+        """Whether the costs of drafts were computed or learned from rounds instead of measured; None if no policy uses costs."""
         return self._parts.costs().is_provisional if self._profit is not None and self._parts.costs is not None else None
 
     def save_learned(self) -> None:
-        """Writes acceptance and costs that requests taught to the cache, where the next session finds them."""
+        """Writes the acceptance and the costs that were learned from requests to the user's cache, for the next session."""
         if self._parts.acceptance_cache:
             self._parts.acceptance_cache.save()
         self._parts.keep_costs()
 
     def close_prompt_cache(self) -> None:
-        """Waits until the prompt cache has written what it keeps."""
+        """Waits until the prompt cache has written everything."""
         if self._parts.prompt_cache is not None:
             self._parts.prompt_cache.close()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Around direct use of `target`: other threads wait, and a request that was paused cannot continue afterwards."""
+        """Wraps direct use of `target`. Other threads wait, and a paused request cannot continue afterwards."""
         with self._open():
             self.claim.release()
             yield
 
     def close(self) -> None:
-        """Saves the acceptance model and frees the models; of several sessions, only empties this one's cache. Can be called twice."""
+        """Saves the acceptance model and frees the models; one of several sessions only empties its own cache. Can be called twice."""
         with self.claim.lock.held():
             self.claim.lock.require_idle()
             if self.claim.closed or self.claim.lock.closed:
@@ -397,7 +399,7 @@ class Session:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
-        """Waits for other threads. Raises RequestError if the session is closed, or from inside of one of its forwards."""
+        """Waits for other threads. Raises RequestError if the session is closed, or during one of its forwards."""
         with self.claim.lock.held():
             self.claim.lock.require_idle()
             self.claim.require_open()
@@ -417,7 +419,7 @@ class Session:
 
 
 def rate_with(costs: Costs, bundle: Bundle, settings: Settings, *, drafts: bool) -> float:
-    """Returns the tokens per unit of cost to be expected of the policy's rounds, by the acceptance that was exported."""
+    """Returns the tokens per unit of cost that the policy's rounds should reach with the exported acceptance rates."""
     longest = min(settings.longest, settings.longest_draft)
     lengths = range(longest + 1) if settings.needs_costs else [min(settings.draft_length, longest)]
     model = AcceptanceModel.from_json(exported_counts(bundle.manifest, bundle.manifest.parity)) or AcceptanceModel()
@@ -425,7 +427,7 @@ def rate_with(costs: Costs, bundle: Bundle, settings: Settings, *, drafts: bool)
 
 
 def _checked_ids(prompt: Sequence[int], vocabulary_size: int) -> list[int]:
-    """Returns token ids as ints. Raises RequestError for anything else: a bytes object would be read as ids, a list of texts fail late."""
+    """Returns token ids as ints. Raises RequestError for anything else: bytes would pass as ids, and a list of texts would fail late."""
     if isinstance(prompt, bytes | bytearray | memoryview | Mapping) or not isinstance(prompt, Iterable):
         raise RequestError(f"the prompt is of type {type(prompt).__name__}; give a str, or a sequence of token ids")
     ids = []
