@@ -1,7 +1,8 @@
-"""The child process that decodes one media file: BUDGET as its argument, the file in, pixels or samples out.
+"""The child process that decodes one media file. Its argument is BUDGET; it reads the file and writes pixels or samples.
 
-Images by Pillow, sounds by libsndfile; no other module imports them, since files are hostile.
-Standard output holds a line of JSON and then the bytes; an error is a line with `error` and `missing` (a library is not installed).
+It decodes images with Pillow and sounds with libsndfile. No other module imports them, because files may be hostile.
+It writes a line of JSON to standard output, then the bytes. After an error it writes only a line with `error` and `missing`; the latter
+says that a library is not installed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from edge_runtime.media.encoder_inputs import (
     to_sound,
 )
 
-# Of a JPEG: those of restarts (D0 to D7) and zeros and fillers are part of a scan.
+# A marker of a JPEG. Restart markers (D0 to D7), zeros and fill bytes are part of a scan and do not match.
 _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])")
 _START_OF_SCAN, _END_OF_IMAGE, _FIRST_WITH_SEGMENT = b"\xda", b"\xd9", b"\xc0"
 _ADDRESS = re.compile("<[^<>]* object at 0x[^<>]*>")
@@ -44,7 +45,7 @@ _ADDRESS = re.compile("<[^<>]* object at 0x[^<>]*>")
 
 @contextlib.contextmanager
 def _damaged(kind: str) -> Iterator[None]:
-    """Turns what decoders raise for damaged files, which is almost anything, into a sentence."""
+    """Turns any exception of a decoder into a RequestError with a sentence. Decoders raise almost anything for damaged files."""
     try:
         yield
     except (RequestError, MemoryError):
@@ -55,9 +56,9 @@ def _damaged(kind: str) -> Iterator[None]:
 
 
 def decode_image(data: bytes, budget: int) -> Image:
-    """Returns the image in its final size: turned as EXIF asks, transparency on white, the first frame of an animation.
+    """Returns the image in its final size, rotated as EXIF says, on a white background. Of an animation, it returns the first frame.
 
-    Raises RequestError for a file that is damaged or too large, BackendError without Pillow.
+    Raises RequestError for a file that is damaged or too large, and BackendError if Pillow is missing.
     """
     with errors_as(BackendError, "Pillow, which decodes images, is not installed", how_to_get("media"), ImportError):
         from PIL import Image as pillow
@@ -82,7 +83,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """Counts as libjpeg reads them: the segment of a marker is skipped, an unknown marker or one inside of a scan has none."""
+    """Counts scans as libjpeg reads them. The segment after a marker is skipped; unknown markers and those within a scan have none."""
     scans, at = 0, 2
     while format_of(data) == "JPEG" and scans <= MAX_SCANS and (marker := _MARKER.search(data, at)) and marker[1] != _END_OF_IMAGE:
         scans, at = scans + (marker[1] == _START_OF_SCAN), marker.end()
@@ -102,7 +103,7 @@ def _on_white(pillow: Any, image: Any) -> Any:
 def decode_sound(data: bytes) -> Sound:
     """Returns the first 30 seconds as 16 kHz mono.
 
-    Raises RequestError for a file that is damaged, empty or beyond the limits, BackendError without soundfile.
+    Raises RequestError for a file that is damaged, empty or beyond the limits, and BackendError if soundfile is missing.
     """
     try:
         import soundfile
@@ -122,11 +123,11 @@ def _check(rate: int, channels: int) -> None:
 
 
 def main() -> None:
-    """Decodes standard input, after everything else that the machine has to do."""
+    """Decodes standard input, with a lower priority than the machine's other work."""
     if hasattr(os, "nice"):
         os.nice(10)
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints must not mix with the answer
+    os.dup2(2, 1)  # what a library prints must not mix with the answer
     data = sys.stdin.buffer.read()
     try:
         values = decode_image(data, int(sys.argv[1])).rgb if kind_of(data) == "image" else decode_sound(data).samples
@@ -137,7 +138,7 @@ def main() -> None:
         output.write(json.dumps({"shape": values.shape}).encode() + b"\n")
         output.write(values.tobytes())
     output.flush()
-    os._exit(0)  # destructors of C libraries have seen hostile input
+    os._exit(0)  # skips the destructors of C libraries that have read hostile input
 
 
 if __name__ == "__main__":

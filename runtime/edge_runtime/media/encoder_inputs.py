@@ -1,4 +1,4 @@
-"""Images and sound as Gemma 4's encoders take them, and the formats and limits of the files that they come from."""
+"""Images and sound in the form that Gemma 4's encoders take, and the formats and limits of their files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ IMAGE_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP")
 MAX_FILE_BYTES = 64 << 20
 # 8160 x 6120 is the largest picture that most phones take; as RGB this limit is 192 MB.
 MAX_PIXELS = 64_000_000
-# Of a progressive JPEG: each is a pass over all pixels. Encoders write about 10 (libjpeg's script for colours has 10).
+# The most scans of a progressive JPEG; each is a pass over all pixels. Encoders write about 10 (libjpeg's script for colours has 10).
 MAX_SCANS = 100
 MAX_CHANNELS = 8
 SAMPLE_RATES = (4_000, 192_000)
-# The feature extractor of Gemma 4 cuts there (max_length 480000 at 16 kHz).
+# Gemma 4's feature extractor cuts a sound at this length (max_length 480000 at 16 kHz).
 MAX_SECONDS = 30
 _PREFIXES: tuple[tuple[bytes, Format], ...] = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -34,7 +34,7 @@ _RIFF: dict[bytes, Format] = {b"WEBP": "WEBP", b"WAVE": "WAV"}
 
 
 def format_of(data: bytes) -> Format:
-    """Returns the format. Raises RequestError for one that is not supported."""
+    """Returns a file's format. Raises RequestError if it is not supported."""
     for prefix, name in _PREFIXES:
         if data.startswith(prefix):
             return name
@@ -55,7 +55,7 @@ def kind_of(data: bytes) -> Kind:
 
 PATCH = 16
 POOLING = 3
-# One soft row stands for this many pixels on a side.
+# One soft row stands for a square with this many pixels on a side.
 SIDE = PATCH * POOLING
 BUDGETS = (70, 140, 280, 560, 1120)
 DEFAULT_BUDGET = 280
@@ -63,7 +63,7 @@ DEFAULT_BUDGET = 280
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """A decoded image in its final size: `rgb` uint8 [height, width, 3], both sides multiples of `SIDE`."""
+    """A decoded image in its final size: `rgb` is uint8 [height, width, 3], and both sides are multiples of `SIDE`."""
 
     rgb: NDArray[np.uint8]
 
@@ -72,28 +72,28 @@ class Image:
         return self.rgb.size // (3 * SIDE**2)
 
     def patches(self) -> NDArray[np.float32]:
-        """Returns the patches [height / 16 * width / 16, 768], values in [0, 1]; each is ordered by row, column and colour."""
+        """Returns the patches [height / 16 * width / 16, 768] with values in [0, 1]. Each patch is ordered by row, column and colour."""
         height, width = self.rgb.shape[0] // PATCH, self.rgb.shape[1] // PATCH
         grid = self.rgb.reshape(height, PATCH, width, PATCH, 3).transpose(0, 2, 1, 3, 4)
         return grid.reshape(height * width, PATCH * PATCH * 3) * np.float32(1 / 255)
 
     def positions(self) -> NDArray[np.int64]:
-        """Returns x and y of each patch, [patches, 2]."""
+        """Returns x and y of each patch as [patches, 2]."""
         height, width = self.rgb.shape[0] // PATCH, self.rgb.shape[1] // PATCH
         y, x = np.divmod(np.arange(height * width), width)
         return np.stack([x, y], axis=1)
 
 
 def check_budget(budget: int) -> None:
-    """Raises RequestError for a budget that the processor does not have."""
+    """Raises RequestError for a budget that Gemma 4's image processor does not have."""
     if budget not in BUDGETS:
         raise RequestError(f"an image cannot have {budget} tokens; choose one of {', '.join(map(str, BUDGETS))}")
 
 
 def final_size(height: int, width: int, budget: int = DEFAULT_BUDGET) -> tuple[int, int]:
-    """Returns height and width after resizing, up or down: at most `budget` soft rows, nearly the same proportions.
+    """Returns height and width after resizing, up or down, to at most `budget` soft rows with nearly the same proportions.
 
-    Raises RequestError for an image so long and narrow that it does not fit.
+    Raises RequestError for an image that is so long and narrow that it does not fit.
     """
     check_budget(budget)
     pixels = budget * SIDE**2
@@ -117,15 +117,15 @@ _FRAME, _HOP, _FFT = 320, 160, 512
 _PAD = _FRAME // 2
 _FLOOR = 1e-3
 _HIGHEST_HZ = 8_000.0
-# Zero crossings of the resampler's sinc on each side, and the Kaiser window's shape: about 80 dB.
+# Zero crossings of the resampler's sinc on each side, and the shape parameter of its Kaiser window: about 80 dB of attenuation.
 _CROSSINGS, _KAISER = 32, 8.0
-# Filters computed at a time, which bounds the memory of odd rates.
+# How many filters are computed at a time. This bounds the memory for unusual rates, which need many filters.
 _PHASES = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Sound:
-    """Samples float32 [n] in [-1, 1], mono at 16 kHz, at most 30 seconds."""
+    """Mono samples at 16 kHz, float32 [n] in [-1, 1], at most 30 seconds."""
 
     samples: NDArray[np.float32]
 
@@ -143,7 +143,7 @@ class Sound:
         return -(-self.frames // 4)
 
     def mel_frames(self) -> NDArray[np.float32]:
-        """Returns log-mel frames [frames, 128] of magnitudes; each is centred on its time, half a frame of silence comes first."""
+        """Returns log-mel magnitudes [frames, 128]. Half a frame of silence comes first, so that each frame is centred on its time."""
         padded = np.concatenate([np.zeros(_PAD), self.samples])
         windows = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::_HOP][: self.frames]
         hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_FRAME) / _FRAME)).astype(np.float32)
@@ -153,7 +153,7 @@ class Sound:
 
 @cache
 def _mel_filters() -> NDArray[np.float64]:
-    """Triangles [257, 128], evenly spaced on HTK's mel scale from 0 to 8 kHz, of height 1."""
+    """Returns triangular filters [257, 128] of height 1, evenly spaced on HTK's mel scale from 0 to 8 kHz."""
     mels = np.linspace(0.0, 2595.0 * math.log10(1 + _HIGHEST_HZ / 700.0), MELS + 2)
     edges = 700.0 * (10 ** (mels / 2595.0) - 1)
     bins = np.linspace(0.0, RATE / 2, _FFT // 2 + 1)[:, None]
@@ -164,14 +164,14 @@ def _mel_filters() -> NDArray[np.float64]:
 
 
 def to_sound(samples: NDArray[np.float32], rate: int) -> Sound:
-    """Mixes channels [n, channels] to one, resamples to 16 kHz and cuts at 30 seconds. Raises RequestError if it is too short."""
+    """Mixes samples [n, channels] to mono, resamples them to 16 kHz and cuts at 30 seconds. Raises RequestError if they are too few."""
     mono = np.nan_to_num(samples[: rate * MAX_SECONDS].mean(axis=1, dtype=np.float64), nan=0.0, posinf=1.0, neginf=-1.0)
     at_rate = mono if rate == RATE else resampled(np.clip(mono, -1.0, 1.0), rate)
     return Sound(np.clip(at_rate[:MAX_SAMPLES], -1.0, 1.0).astype(np.float32))
 
 
 def resampled(samples: NDArray[np.float64], rate: int) -> NDArray[np.float64]:
-    """Returns the samples at 16 kHz: band-limited interpolation by a windowed sinc, one filter for each phase of the output."""
+    """Returns the samples at 16 kHz. Interpolates band-limited with a windowed sinc; each phase of the output has its own filter."""
     common = math.gcd(rate, RATE)
     up, down = RATE // common, rate // common
     cutoff = min(1.0, RATE / rate) * 0.97

@@ -1,4 +1,4 @@
-"""Reads images and sounds from files or bytes. They are decoded in a child process, so that a hostile file can at most end the child."""
+"""Reads images and sounds from files or bytes. A child process decodes them, so that a hostile file can at most end the child."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from edge_runtime.media.encoder_inputs import (
 )
 
 TIMEOUT_SECONDS = 60
-# Address space, also of libraries; a picture of the largest size needs 0.6 GB.
+# Address space, including that of libraries. A picture of the largest size needs 0.6 GB.
 MAX_MEMORY_BYTES = 2 << 30
 MAX_CPU_SECONDS = 30
-# A line, and four bytes for each sample or three for each pixel.
+# A line of JSON, and four bytes for each sample or three for each pixel.
 _MAX_ANSWER_BYTES = 4096 + max(4 * MAX_SAMPLES, 3 * SIDE**2 * max(BUDGETS))
-# The libraries' thread pools would use the child's address space up.
+# The libraries' thread pools would use up the child's address space.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, children: ChildBudget | None = None) -> Image | Sound:
-    """Returns the image, resized to at most `budget` soft rows, or the first 30 seconds of the sound, of a file or of its bytes.
+    """Returns the image or the sound in a file or its bytes: resized to at most `budget` soft rows, or cut at 30 seconds.
 
-    `children`: processor time shared with other calls, and a switch that ends the decoding.
+    `children` limits the processor time together with other calls, and can cancel the decoding.
 
-    Raises RequestError for a file that cannot be read, is damaged or beyond the limits of `encoder_inputs`, or for an unknown budget;
-    BackendError if the library that decodes the format is missing. The message names the file.
+    Raises RequestError for a file that cannot be read, is damaged or exceeds a limit in `encoder_inputs`, and for an unknown budget.
+    Raises BackendError if the library that decodes the format is missing. The message names the file.
     """
     check_budget(budget)
     name = "the media data" if isinstance(source, bytes) else str(source)
@@ -55,7 +55,7 @@ def read_media(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, childre
 
 
 def read_image(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, children: ChildBudget | None = None) -> Image:
-    """Like `read_media`, for an image only."""
+    """As `read_media`, for images only."""
     media = read_media(source, budget, children)
     if not isinstance(media, Image):
         raise RequestError("the file is a sound, not an image; give it as sound")
@@ -63,7 +63,7 @@ def read_image(source: Path | str | bytes, budget: int = DEFAULT_BUDGET, childre
 
 
 def read_sound(source: Path | str | bytes, children: ChildBudget | None = None) -> Sound:
-    """Like `read_media`, for a sound only."""
+    """As `read_media`, for sounds only."""
     media = read_media(source, children=children)
     if not isinstance(media, Sound):
         raise RequestError("the file is an image, not a sound; give it as image")
@@ -105,7 +105,7 @@ def _decoded(data: bytes, budget: int, children: ChildBudget) -> Image | Sound:
 
 
 def _checked(kind: str, shape: list[int], body: bytes, budget: int) -> Image | Sound:
-    """The child has read hostile bytes, so its answer is checked too."""
+    """Checks the child's answer, because the child has read bytes that may be hostile. Raises RequestError."""
     if kind == "image":
         fits = len(shape) == 3 and shape[2] == 3 and not shape[0] % SIDE and not shape[1] % SIDE
         fits = fits and 0 < shape[0] * shape[1] <= budget * SIDE**2

@@ -1,7 +1,7 @@
-"""Images and sound inside a prompt: spans of soft rows, whose ids name their content.
+"""Images and sound inside a prompt: spans of soft rows, whose ids identify their content.
 
-A soft row has no token. In its place the text has a negative id, made from a digest of the media and of the encoder. So texts have equal
-ids exactly where they have equal rows, and what compares ids (reused prefixes, saved states) never takes one picture for another.
+A soft row has no token. In its place, the prompt has a negative id that is made from a digest of the media and the encoder. So two prompts
+have equal ids exactly where they have equal rows. Code that compares ids (reused prefixes, saved states) never confuses two pictures.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.encoder_inputs import Image, Sound
 
 Media = Image | Sound
-# Encoded media that are kept: an image at budget 280 on E2B has 1.6 MB of rows.
+# How many encoded media are kept. On E2B, the rows of an image with the budget 280 take 1.6 MB.
 KEPT = 4
 
 
@@ -40,13 +40,13 @@ class Room(Protocol):
     """The memory that an encoder may take."""
 
     def admit(self, media: Media) -> None:
-        """Counts media that are to be encoded. Raises RequestError if there is no memory for them."""
+        """Reserves memory for encoding media. Raises RequestError if there is not enough."""
 
 
 class LazyEncoder:
-    """An encoder that is loaded at first use, and the rows of the newest media. `sha256` is that of the encoder's file.
+    """An encoder that is loaded on first use, and the rows of the newest media. `sha256` is the hash of the encoder's file.
 
-    `memory` is asked before an encoder is loaded or runs.
+    `memory` is asked before the encoder is loaded or runs.
     """
 
     def __init__(self, load: Callable[[], Encoder], sha256: str, memory: Room | None = None) -> None:
@@ -57,7 +57,7 @@ class LazyEncoder:
         self._kept: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()
 
     def digest(self, media: Media, client: int = 0) -> bytes:
-        """Returns what identifies the media's rows for one client of a server, so that no client can time what another one sent."""
+        """Returns a digest that identifies the media's rows. It differs by client, so that timing does not reveal other clients' media."""
         digest = hashlib.sha256(f"{type(media).__name__} {self._sha256} {client or ''}".encode())
         values: NDArray[np.uint8] | NDArray[np.float32] = media.rgb if isinstance(media, Image) else media.samples
         digest.update(str(values.shape).encode())
@@ -65,9 +65,9 @@ class LazyEncoder:
         return digest.digest()
 
     def rows(self, media: Media, digest: bytes | None = None, count: int | None = None) -> NDArray[np.float32]:
-        """Returns the rows [rows, hidden size], encoded now or earlier. `digest` is the media's, if the caller has it.
+        """Returns the rows [rows, hidden size], encoded now or earlier. The caller may pass the media's `digest` if it has it.
 
-        Raises RequestError if there are not `count` rows.
+        Raises RequestError if the number of rows is not `count`.
         """
         digest = digest or self.digest(media)
         if digest not in self._kept:
@@ -95,9 +95,9 @@ class LazyEncoder:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """The soft rows of one image or sound: `count` of them from position `first` on; `rows` encodes them if they were not yet.
+    """The soft rows of one image or sound: `count` rows from position `first` on. `rows` returns them, and encodes them if necessary.
 
-    The rows of a `whole` span attend to each other in both directions, so that they must be computed together.
+    The rows of a `whole` span attend to each other in both directions, so they must be computed together.
     """
 
     first: int
@@ -108,26 +108,29 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class MediaPrompt:
-    """A prompt with media: ids, of which those of soft rows are negative, and where these are. It ends with a token."""
+    """A prompt with media. Soft rows have negative `ids`, and `spans` says where they are. The prompt ends with a token."""
 
     ids: list[int]
     spans: tuple[Span, ...]
 
     @property
     def text_ids(self) -> list[int]:
-        """The ids of tokens."""
+        """The ids of tokens, without those of soft rows."""
         return [token for token in self.ids if token >= 0]
 
 
 def row_count(media: Media, inputs: MediaInputs) -> int:
-    """Returns the number of soft rows that an image or a sound becomes."""
+    """Returns the number of soft rows of an image or a sound."""
     if isinstance(media, Sound) and inputs.samples_per_row is not None:
         return -(-len(media.samples) // inputs.samples_per_row)
     return media.rows
 
 
 def checked_rows(media: Media, inputs: MediaInputs, whole_rows: int) -> int:
-    """Returns the number of soft rows. Raises RequestError for sound without its encoder, and for an image above `whole_rows`, unless 0."""
+    """Returns the number of soft rows. Raises RequestError for sound if there is no encoder for it, and for an image that is too large.
+
+    `whole_rows` is the most rows of an image that must fit one batch; 0 means no limit.
+    """
     if isinstance(media, Sound) and inputs.audio is None:
         raise RequestError("this bundle's encoder takes images only; leave the sound out")
     rows = row_count(media, inputs)
@@ -140,7 +143,7 @@ def checked_rows(media: Media, inputs: MediaInputs, whole_rows: int) -> int:
 
 
 def row_ids(digest: bytes, count: int) -> list[int]:
-    """Returns `count` negative ids, each of 31 bits of a stream that the digest begins."""
+    """Returns `count` negative ids, each made from 31 bits of a hash stream of the digest."""
     stream = np.frombuffer(hashlib.shake_256(digest).digest(4 * count), "<u4")
     return [-1 - int(value) for value in stream >> 1]
 
@@ -148,7 +151,7 @@ def row_ids(digest: bytes, count: int) -> list[int]:
 def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs, encoder: LazyEncoder, client: int = 0) -> MediaPrompt:
     """Replaces each placeholder among `ids` by the begin token, the soft rows of the next media, and the end token.
 
-    Raises RequestError unless there is one media of the right kind for each placeholder.
+    Raises RequestError unless each placeholder has exactly one image or sound of its kind.
     """
     kinds: dict[int, tuple[type[Image] | type[Sound], MediaTokens]] = {inputs.image.placeholder: (Image, inputs.image)}
     if inputs.audio is not None:
@@ -175,7 +178,7 @@ def media_prompt(ids: Sequence[int], media: Sequence[Media], inputs: MediaInputs
 
 
 def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos: int) -> list[int]:
-    """Returns ids with a placeholder for each media before the text, behind the beginning-of-sequence token."""
+    """Returns ids with a placeholder for each image or sound between the beginning-of-sequence token and the text."""
     audio = inputs.audio or inputs.image
     places = [(inputs.image if isinstance(item, Image) else audio).placeholder for item in media]
     start = 1 if bos >= 0 and ids[:1] == [bos] else 0
@@ -183,9 +186,9 @@ def with_places(ids: list[int], media: Sequence[Media], inputs: MediaInputs, bos
 
 
 def pieces(first: int, end: int, spans: Sequence[Span], longest: int) -> Iterator[tuple[int, int, Span | None]]:
-    """Yields (start, end, span): the parts of a prompt from `first` to `end`, each in one span or in none.
+    """Yields (start, end, span) for the parts of a prompt from `first` to `end`. Each part is in one span, or in none (None).
 
-    A part has at most `longest` positions, but a whole span is one part.
+    A part has at most `longest` positions, except that a `whole` span is always one part.
     """
     at = first
     for span in (*spans, None):
@@ -201,7 +204,7 @@ MEDIA = "media"
 
 
 def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
-    """Returns a user's message: the media, as parts for which templates write the placeholder, then the text."""
+    """Returns a user's message: parts for the media, for which templates write placeholders, then the text."""
     if not media:
         return {"role": "user", "content": text}
     parts = [{"type": "image" if isinstance(item, Image) else "audio"} for item in media]
@@ -209,6 +212,6 @@ def user_message(text: str, media: Sequence[Media]) -> dict[str, Any]:
 
 
 def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Media]]:
-    """Returns the messages as templates take them, and the media of all in order."""
+    """Returns the messages as templates take them, and all their media in order."""
     sent = [{key: value for key, value in message.items() if key != MEDIA} for message in messages]
     return sent, [media for message in messages for media in message.get(MEDIA, ())]

@@ -1,1 +1,1 @@
-"""Between tokens and people: streaming text, channels, tool calls, chat template, constrained output."""
+"""Between tokens and people: streamed text, channels, tool calls, chat templates and constrained output."""

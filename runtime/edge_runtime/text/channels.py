@@ -1,7 +1,7 @@
-"""Tokens to text, as a stream that ends at stop strings, and to the answer, the thinking channel and tool calls, as Gemma 4 marks them.
+"""Turns a stream of tokens into text that ends at stop strings, and divides it into answer, thinking channel and tool calls.
 
-<|channel>thought, a newline, thoughts, <channel|>: the thinking channel. <|tool_call>call:...<tool_call|>: a call.
-Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. A vocabulary without these tokens has answers only.
+Gemma 4 writes the thinking channel as <|channel>thought, a newline, thoughts, <channel|>, and a call as <|tool_call>call:...<tool_call|>.
+Source: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4. With a vocabulary without these tokens, everything is the answer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from edge_runtime.text.constraints import THOUGHTS_BEGIN, THOUGHTS_END, AfterTho
 from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE, CallPiece, StreamedCall, ToolCall, cut_tool_call, parse_tool_call
 
 MAX_STOP_LENGTH = 1000
-# Splits no character: bytes of an unfinished one are kept for the next token.
+# Never splits a character: the bytes of an incomplete one are kept for the next token.
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that is complete first; of several complete at once, before the longest.
+    """Cuts a stream of text before the stop string that is completed first; if several are completed at once, before the longest.
 
-    The result does not depend on how the text is split. A possible beginning of a stop string is held back until it is decided.
+    The result does not depend on how the text is split. Text that may be the beginning of a stop string is held back until that is decided.
     Raises RequestError for an empty stop string, and for one of more than `MAX_STOP_LENGTH` characters.
     """
 
@@ -39,10 +39,10 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Returns the text that no stop string can cut; nothing after a stop string was found."""
+        """Returns the text that no stop string can cut any more; an empty string after a stop string was found."""
         if self.stopped_by is not None:
             return ""
-        if not self._stops:  # most requests have none, and each of their tokens comes here
+        if not self._stops:  # a fast path: most requests have none, and this runs for each token
             return text
         hits = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.feed(text)) is not None]
         text = self._held + text
@@ -63,19 +63,19 @@ class StopStrings:
 
 
 class _StopString:
-    """Searches a stream for one string, each character once (Knuth, Morris and Pratt): texts may be made to match almost everywhere.
+    """Searches a stream for one string with the Knuth-Morris-Pratt algorithm. Its time is linear even for a text made to match everywhere.
 
-    `begun` is how many characters at the end of the stream are the beginning of the string.
+    `begun` is how many characters at the end of the stream match the beginning of the string.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.begun = 0
-        # Of each beginning of the string, the longest shorter one that it ends with; as many as the stream needed so far.
+        # The failure table: for each prefix of the string, its longest proper prefix that is also its suffix. It grows when needed.
         self._shorter = [0, 0]
 
     def feed(self, text: str) -> int | None:
-        """Returns the place in `text` behind the first complete string; None if there is none."""
+        """Returns the position in `text` after the first complete match; None if there is none."""
         at = 0
         while at < len(text):
             if not self.begun and (at := text.find(self.text[0], at)) < 0:
@@ -87,7 +87,7 @@ class _StopString:
         return None
 
     def _longer(self, begun: int, letter: str) -> int:
-        """Returns how much has begun with one more letter."""
+        """Returns the length of the match after one more letter."""
         while begun and self.text[begun] != letter:
             begun = self._longest_within(begun)
         return begun + (self.text[begun] == letter)
@@ -100,7 +100,7 @@ class _StopString:
 
 MAX_CHANNEL_NAME = 32
 _TURN = "model\n"
-# A call is kept until it is complete; a longer one is text.
+# A call is held back until it is complete. A longer one counts as text.
 MAX_CALL_CHARACTERS = 1 << 20
 
 
@@ -113,7 +113,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Thought:
-    """A piece of the thinking channel: not part of the answer or of the next turn."""
+    """A piece of the thinking channel. It is not part of the answer or of the next turn's prompt."""
 
     text: str
 
@@ -133,11 +133,12 @@ _MARKS: Mapping[str, Place] = {
 
 
 class ChannelParser:
-    """Turns tokens into events as soon as they are final; `stop` strings end the answer (not thoughts) before them.
+    """Turns tokens into events as soon as they are final. The answer (but not thoughts) ends before the first of the `stop` strings.
 
-    What begins as a call and is none is text, and so is every call without `calls`. The answer continues `prompt`, whose last tokens may
-    have opened a channel or a call. Without `channels`, all tokens are the answer's, as completions have it. With `pieces`, certain parts
-    of a call are sent early as `CallPiece`; the `ToolCall` follows. If it was no call, its text follows as `Text`.
+    What begins like a call but is none becomes text; without `calls`, every call becomes text. The answer continues `prompt`, whose last
+    tokens may have opened a channel or a call. Without `channels`, all tokens belong to the answer, as for completions. With `pieces`,
+    the parts of a call that are certain are sent early as `CallPiece`; the `ToolCall` follows. If it turns out to be no call, its text
+    follows as `Text`.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class ChannelParser:
         self._place: Place = "answer"
         self._characters = _UTF8(errors="replace")
         self._held = ""
-        self._pieces = False  # a call that the prompt began comes whole
+        self._pieces = False  # a call that began in the prompt is sent whole
         self._call: StreamedCall | None = None
         self._continue(prompt)
         self._pieces = pieces
@@ -173,11 +174,11 @@ class ChannelParser:
 
     @property
     def place(self) -> Place:
-        """What the newest token belongs to; a mark belongs to what it begins."""
+        """What the newest token belongs to. A mark belongs to what it begins."""
         return self._place
 
     def feed(self, token: int) -> list[Event]:
-        """Takes one token; returns the events that became final, possibly none."""
+        """Takes one token; returns the events that it made final, possibly none."""
         if self._stops.stopped_by is not None:
             return []
         mark = self._marks.get(token)
@@ -189,11 +190,11 @@ class ChannelParser:
         return self._take(self._characters.decode(self._vocabulary.piece(token, special=self._place == "call" and token == self._quote)))
 
     def finish(self, *, ended: bool = False) -> list[Event]:
-        """Returns the remaining events after the last token. Unless the model `ended` the answer, a call at its end may be a beginning."""
+        """Returns the remaining events after the last token. Unless the model `ended` the answer, a call at its end may be cut off."""
         return self._close(parse_tool_call if ended else cut_tool_call)
 
     def _continue(self, prompt: Sequence[int]) -> None:
-        """Takes over what the last mark of the prompt opened."""
+        """Continues the channel or call that the last mark of the prompt opened."""
         begin = next((place for place in range(len(prompt) - 1, -1, -1) if prompt[place] in self._marks), None) if self._marks else None
         if begin is not None and self._marks[prompt[begin]] in ("name", "call"):
             for token in prompt[begin:]:
@@ -242,14 +243,14 @@ class ChannelParser:
         return call if self._call is None else self._call.ended(call)
 
     def _begun_turn(self) -> list[Event]:
-        """Drops what begins a turn of the model: it writes that itself behind a prompt that a template left without."""
+        """Drops the header of a model's turn. The model writes it itself if the template left it out of the prompt."""
         if _TURN.startswith(self._held) and self._held != _TURN:
             return []
         self._held = self._held.removeprefix(_TURN)
         return self._answer()
 
     def _answer(self) -> list[Event]:
-        """Takes what was held back for text of the answer."""
+        """Treats the text that was held back as part of the answer."""
         self._place = "answer"
         text, self._held = self._held, ""
         return self._take(text)
@@ -258,7 +259,7 @@ class ChannelParser:
 def after_thoughts(
     constraint: ConstraintSource | None, vocabulary: Vocabulary, prompt: Sequence[int], *, thinking: bool
 ) -> ConstraintSource | None:
-    """Returns the constraint of an answer to a prompt: it holds behind the thoughts where the model shall think, or the prompt began to."""
+    """Returns the constraint for the answer to a prompt. It applies after the thoughts if the model thinks or the prompt began to."""
     opened = ChannelParser(vocabulary, prompt=prompt).place in ("name", "thought")
     if constraint is None or isinstance(constraint, AfterThoughts) or not (thinking or opened):
         return constraint
@@ -266,7 +267,7 @@ def after_thoughts(
 
 
 def merged(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Merges neighbouring events of the same kind."""
+    """Merges adjacent events of the same kind."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None

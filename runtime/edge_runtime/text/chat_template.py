@@ -1,9 +1,9 @@
-"""Messages to token ids, by the bundle's chat template.
+"""Turns messages into token ids with the bundle's chat template.
 
 Foreign text (everything in messages and tools) never becomes a control token. The rendered text alone does not show whether <|turn> is
-text of a message or a token of the template, and llama.cpp parses some control tokens even in plain text (those that it shows in output,
-such as <|channel>). Therefore a mark is put inside each control token that foreign text spells, and the rendered text is tokenized in
-the pieces between the marks.
+part of a message or a token of the template, and llama.cpp parses some control tokens even in plain text (those that it shows in output,
+such as <|channel>). Therefore a mark is inserted into each control token that foreign text spells out, and the pieces between the marks
+are tokenized separately.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_NESTING = 64
 # A noncharacter: Unicode reserves it for internal use.
 MARK = "\ufdd0"
-# Characters that are searched at a time: a search holds the interpreter's lock.
+# How many characters are searched at a time. A search holds the interpreter lock.
 _SLICE = 1 << 13
 TURN_TOKENS = ("<|turn>", "<turn|>")
-# Variables of a template for special tokens that a Gemma tokenizer has, beside bos_token and eos_token.
+# Template variables for the special tokens of a Gemma tokenizer, beside bos_token and eos_token.
 _SPECIAL_TOKENS = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
-# Names for the thoughts of a message, in the order in which they count.
+# Names for a message's thoughts; the first one that is present counts.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# The family of a model whose size is none of the released ones (exporter's SIZES): whether it was tuned to answer is not known.
+# The family of a model whose size is none of the released ones (SIZES in the exporter). It may not be instruction-tuned.
 _UNKNOWN_FAMILY = "custom"
 # For bundles without a template. The first writes Gemma 4's turns, the second needs no control token.
 TURNS_TEMPLATE = """{{ bos_token }}
@@ -52,9 +52,9 @@ PLAIN_STOPS = ("\nUser:",)
 
 
 class ChatTemplate:
-    """A compiled template and its vocabulary. `stop` are strings that end an answer where no control token does.
+    """A compiled template and its vocabulary. `stop` has strings that end an answer, for templates without control tokens.
 
-    Raises BundleError for a template that does not compile; `name` names it in messages.
+    Raises BundleError for a template that does not compile; `name` is its name in error messages.
     """
 
     def __init__(self, source: str, vocabulary: Vocabulary, *, name: str = "the chat template", stop: Sequence[str] = ()) -> None:
@@ -74,9 +74,9 @@ class ChatTemplate:
         begun: str = "",
         generation_prompt: bool = True,
     ) -> str:
-        """Returns the conversation as text, with control tokens as text and `MARK` where foreign text must not become one.
+        """Returns the conversation as text: control tokens are written out, and `MARK` stands where foreign text must not become one.
 
-        It ends where an answer begins, unless the `generation_prompt` is left out, and with what of the answer is `begun`.
+        Unless `generation_prompt` is false, the text ends where the answer begins. `begun` is the beginning of the answer, if there is one.
         Raises RequestError if the template refuses the messages or exceeds a limit.
         """
         control = self._vocabulary.control_tokens
@@ -99,7 +99,7 @@ class ChatTemplate:
         return self.encode_rendered(self.render(messages, tools=tools, thinking=thinking))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the token ids of what `render` returned."""
+        """Returns the token ids of a text that `render` returned."""
         bos = self._vocabulary.bos
         ids = [i for part in text.split(MARK) if part for i in self._vocabulary.encode(part, add_bos=False, parse_special=True)]
         return ids if bos < 0 or ids[:1] == [bos] else [bos, *ids]
@@ -109,13 +109,13 @@ class ChatTemplate:
 
 
 def _with_thoughts(message: Message) -> Message:
-    """A message with its thoughts under the names that templates read, as transformers gives them."""
+    """Returns a message with its thoughts under the names that templates read, as in transformers."""
     thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 class _ForeignText:
-    """Copies foreign values for a template: plain JSON types only, with marks in the control tokens that strings spell."""
+    """Copies foreign values for a template: plain JSON types only, with marks in the control tokens that strings spell out."""
 
     def __init__(self, control: Sequence[str]) -> None:
         self._starts = re.compile("|".join(map(_anywhere, control)))
@@ -139,9 +139,9 @@ class _ForeignText:
 
     def _marked(self, text: str) -> str:
         text = text.replace(MARK, "\ufffd")
-        if not any(first in text for first in self._first):  # as almost all texts
+        if not any(first in text for first in self._first):  # true for almost all texts
             return text
-        # The next text could complete the beginning of a control token at the end of this one; a template may trim blanks between them.
+        # The text that follows could complete a control token that begins at the end of this one. A template may trim blanks between them.
         end = len(text.rstrip())
         if any(text[max(end - n, 0) : end].casefold() in self._prefixes for n in range(1, self._longest + 1)):
             text = text[:end] + MARK + text[end:]
@@ -149,23 +149,23 @@ class _ForeignText:
         return MARK.join(text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True))
 
     def _places(self, text: str, start: int) -> Iterator[int]:
-        """Yields the places behind the first characters of control tokens that begin in a slice, between which other threads go on."""
+        """Yields the positions after the first character of each control token in a slice. Other threads can run between two slices."""
         for match in self._starts.finditer(text, start, start + _SLICE + self._longest):
             if match.start() < start + _SLICE:
                 yield match.end()
 
 
 def _anywhere(control: str) -> str:
-    """Returns the pattern of a control token's first character, in either case: Gemma 4 writes the types of parameters in capitals."""
+    """Returns a pattern for a control token's first character, in either case, because Gemma 4 writes parameter types in capitals."""
     first = f"(?i:{re.escape(control[0])})" if control[0].isalpha() else re.escape(control[0])
     return f"{first}(?=(?i:{re.escape(control[1:])}))"
 
 
 def is_instruction_tuned(bundle: Bundle, vocabulary: Vocabulary) -> bool:
-    """Whether the model answers messages: its checkpoint came with a chat template, and it is a released size or ends its own turns."""
+    """Whether the model answers messages: its checkpoint has a chat template, and it has a released size or ends its own turns."""
     manifest, control = bundle.manifest, vocabulary.control_tokens
     ends = manifest.generation.end_tokens if manifest.generation else ()
-    # A fine-tune may have another token for it; the end of a text alone tells nothing.
+    # A fine-tuned model may end its turns with another token. The end-of-text token is no sign of turns.
     ends_turns = control.get(TURN_TOKENS[1]) in ends or bool({*ends} & {*control.values()} - {vocabulary.eos})
     return bundle.has(ROLE) and (manifest.architecture.family != _UNKNOWN_FAMILY or ends_turns)
 
@@ -176,9 +176,9 @@ def answering_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate |
 
 
 def bundle_template(bundle: Bundle, vocabulary: Vocabulary) -> ChatTemplate:
-    """Returns the bundle's chat template; without one, Gemma 4's turns if the vocabulary has their tokens, else plain "User:" turns.
+    """Returns the bundle's chat template. Without one, returns Gemma 4's turns if the vocabulary has their tokens, else "User:" turns.
 
-    Raises BundleError for a template that is too large, not UTF-8, or does not compile.
+    Raises BundleError for a template that is too large, is not UTF-8, or does not compile.
     """
     if not bundle.has(ROLE):
         if all(token in vocabulary.control_tokens for token in TURN_TOKENS):

@@ -1,4 +1,4 @@
-"""Constraints on the output of a request: a JSON schema, a grammar, a regular expression or tool calls; and their limits."""
+"""Constraints on the output of a request (a JSON schema, a grammar, a regular expression or tool calls), and their limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ THOUGHTS_BEGIN, THOUGHTS_END = "<|channel>", "<channel|>"
 
 @dataclass(frozen=True)
 class JsonSchema:
-    """The text is JSON that is valid for this schema. `schema` is the schema itself or its JSON text."""
+    """The text is JSON that this schema accepts. `schema` is the schema itself or its JSON text."""
 
     schema: Mapping[str, Any] | bool | str
 
 
 @dataclass(frozen=True)
 class Gbnf:
-    """The text is a sentence of this grammar, in llama.cpp's GBNF, whose first rule is named root.
+    """The text matches this grammar in llama.cpp's GBNF, whose start rule is named root.
 
-    Rules without recursion become tokens of a lexer that takes the longest: `word ::= [a-z]+` leaves no letter to what follows it.
+    Rules without recursion become tokens of a lexer, which takes the longest match: no letter can follow `word ::= [a-z]+`.
     """
 
     text: str
@@ -34,16 +34,16 @@ class Gbnf:
 
 @dataclass(frozen=True)
 class Regex:
-    """The complete text matches this regular expression (syntax of Rust's regex, without look-around and back references)."""
+    """The complete text matches this regular expression (the syntax of Rust's regex, without look-around and back references)."""
 
     pattern: str
 
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """The output is a call of one of the functions, each with the JSON schema of its parameters, in Gemma 4's notation.
+    """The output is a call of one of the functions, in Gemma 4's notation. Each function has the JSON schema of its parameters.
 
-    With `several` it is one call or more; with an `answer` it may be JSON of that schema instead.
+    With `several`, the output is one or more calls. With `answer`, it may be JSON of that schema instead.
     """
 
     functions: tuple[tuple[str, Mapping[str, Any] | None], ...]
@@ -53,9 +53,9 @@ class ToolCalls:
 
 @dataclass(frozen=True)
 class AfterThoughts:
-    """The model may think first: its thinking channel is free, and what follows satisfies `answer`.
+    """The model may think first: its thinking channel is unconstrained, and what follows satisfies `answer`.
 
-    `opened` says that the prompt has opened the channel already. In a vocabulary without a thinking channel `answer` holds at once.
+    `opened` says that the prompt has already opened the channel. If the vocabulary has no thinking channel, `answer` applies at once.
     """
 
     answer: JsonSchema | Gbnf | Regex | ToolCalls
@@ -65,10 +65,10 @@ class AfterThoughts:
 ConstraintSource = JsonSchema | Gbnf | Regex | ToolCalls | AfterThoughts
 
 
-# Limits for grammars from outside: the library that compiles them recurses on the machine's stack and does not limit everything.
+# Limits for grammars from outside. They are needed because llguidance recurses on the machine's stack and does not limit everything.
 #
-# Measured with llguidance 1.9.1: on a stack of 8 MiB a chain of 1200 schemas ends the process, and `multipleOf` 1000003 takes 5 seconds
-# and 276 MiB, since its automaton has a state for each remainder.
+# Measured with llguidance 1.9.1: on a stack of 8 MiB, a chain of 1200 schemas ends the process. `multipleOf` 1000003 takes 5 seconds and
+# 276 MiB, because its automaton has a state for each remainder.
 
 MAX_SCHEMA_BYTES = 1 << 20
 MAX_SCHEMA_LEVELS = 4000
@@ -80,7 +80,7 @@ _UNICODE_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.
 
 
 def read_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool:
-    """Returns a JSON schema that is small enough to compile. Raises RequestError for anything else."""
+    """Returns the parsed JSON schema. Raises RequestError if it is invalid or too large to compile."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         check_size("the JSON schema", text, MAX_SCHEMA_BYTES)
@@ -103,7 +103,7 @@ def read_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any] | bool
 
 
 def read_grammar(text: str) -> str:
-    r"""Returns GBNF that is small enough to compile, with characters in place of \u escapes. Raises RequestError."""
+    r"""Returns the GBNF with \u escapes replaced by characters. Raises RequestError if it is too large to compile."""
     check_size("the grammar", text)
     rules = text.count("::=")
     if rules > MAX_GRAMMAR_RULES:
@@ -112,14 +112,14 @@ def read_grammar(text: str) -> str:
 
 
 def check_size(what: str, text: str, limit: int = MAX_GRAMMAR_BYTES) -> None:
-    """Raises RequestError for a text that is too large to compile; `what` names it."""
+    """Raises RequestError for a text of more than `limit` bytes; `what` names it."""
     size = len(text.encode("utf-8", "replace"))
     if size > limit:
         raise RequestError(f"{what} has {size} bytes; at most {limit} are allowed")
 
 
 def _levels(schema: object) -> int:
-    """Returns a bound on the depth of a walk that follows each reference once: the depths of the schema and of all referenced parts."""
+    """Returns an upper bound on the schema's depth with each reference followed once: the sum of its depth and all targets' depths."""
     depths: dict[int, int] = {}
     targets = {ref for ref in _values(schema, "$ref") if isinstance(ref, str)}
     return _depth(schema, depths) + sum(_depth(_target(schema, ref), depths) for ref in targets)
@@ -158,7 +158,7 @@ def _values(value: object, name: str) -> Iterator[Any]:
 
 
 def _remainders(multiple: object) -> int:
-    """Returns the states that an automaton for multiples of a number needs: its digits without the decimal point and final zeros."""
+    """Returns the number of states of an automaton for multiples of a number: its digits without decimal point and final zeros."""
     if not isinstance(multiple, int | float) or isinstance(multiple, bool) or not math.isfinite(multiple):
         return 1
     digits = Decimal(str(multiple)).normalize().as_tuple().digits

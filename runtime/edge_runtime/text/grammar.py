@@ -1,6 +1,6 @@
 """Constraints enforced by llguidance, which computes the tokens that a grammar allows.
 
-A grammar from outside can need minutes and gigabytes, at any step: its matcher is in a child process with limits (`children`)."""
+A grammar from outside can take minutes and gigabytes at any step, so its matcher is in a child process with limits (`children`)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from edge_runtime.text.constraints import (
 from edge_runtime.text.matcher import Matcher
 from edge_runtime.text.tool_grammar import tool_call_grammar
 
-# Tokens that begin with this byte are special to llguidance; no UTF-8 text has it.
+# Tokens that begin with this byte are special to llguidance. It does not occur in UTF-8 text.
 _MARKER = b"\xff"
-# All tokens that spell valid text are allowed, not only those that the tokenizer would choose.
+# Allows all tokens that spell valid text, not only those that the tokenizer would choose.
 _HEADER = '%llguidance {"no_forcing": true}\n'
-# One space, or line breaks and an indentation, so that a model cannot emit blanks for ever. A schema's "x-guidance" overrides this.
+# One space, or line breaks and an indentation, so that a model cannot emit blanks forever. A schema's "x-guidance" overrides this.
 _BLANK = r"\x20|\x0A{1,2}[\x20\x09]{0,40}"
-# The library handles the tokens inside a JSON string as one set: 0.2 instead of 3.5 ms per mask there, for 28 MiB at 262144 tokens. Its
-# default of four such sets takes 86 MiB and is faster only in strings of limited length.
+# With this slice, the library handles all tokens inside a JSON string as one set. A mask there takes 0.2 ms instead of 3.5 ms, for 28 MiB
+# with 262144 tokens. The library's default of four slices takes 86 MiB and is faster only in strings of limited length.
 _STRING = r'[^"\\\x00-\x1F\x7F]+'
 _FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
 # Keywords whose values are values, not schemas.
@@ -51,7 +51,7 @@ _NOTHING_FOLLOWS = "NoExtensionBias"
 
 
 class Grammars:
-    """Compiles constraints for one vocabulary of `size` tokens; the token table is built once (0.7 s for 262144 tokens)."""
+    """Compiles constraints for one vocabulary of `size` tokens. The token table is built once (0.7 s for 262144 tokens)."""
 
     def __init__(self, vocabulary: Vocabulary, size: int) -> None:
         """Raises BackendError if llguidance is not installed, RequestError for a vocabulary without an end token."""
@@ -68,7 +68,7 @@ class Grammars:
         self._host = Host(matchers.__name__, matchers.packed_setup(pieces, ends, [_STRING]), BackendError)
 
     def constrain(self, source: ConstraintSource) -> Constraint:
-        """Returns a constraint in its initial state. Raises RequestError, with the library's reason, if it cannot be compiled."""
+        """Returns a constraint in its initial state. Raises RequestError with the library's reason if it cannot be compiled."""
         constraint = Constraint(Matcher(self._host, _HEADER + self._lark(source)), self._eog, self._size)
         constraint.allowed(())  # fails for a grammar that allows no text
         return constraint
@@ -88,7 +88,7 @@ class Grammars:
         return f"start: /{self._library.regex_to_lark(source.pattern, '')}/"
 
     def _behind_thoughts(self, answer: str, *, opened: bool) -> str:
-        """Returns the grammar of an answer behind thoughts, which may have any tokens but control tokens."""
+        """Returns the grammar of an answer after thoughts, which may have any tokens except control tokens."""
         begin, end = (self._control.get(mark) for mark in (THOUGHTS_BEGIN, THOUGHTS_END))
         if begin is None or end is None:
             return answer
@@ -106,7 +106,7 @@ _making = threading.Lock()
 
 
 def grammars_for(vocabulary: Vocabulary, size: int) -> Grammars:
-    """Returns the `Grammars` of a vocabulary, which all sessions on a model share; created on first use."""
+    """Returns the `Grammars` of a vocabulary, created on first use. All sessions on a model share them."""
     with _making:
         if vocabulary not in _made:
             _made[vocabulary] = Grammars(vocabulary, size)
@@ -114,9 +114,9 @@ def grammars_for(vocabulary: Vocabulary, size: int) -> Grammars:
 
 
 def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
-    """Returns the text of each token; a token without text is never allowed.
+    """Returns the text of each token. A token with an empty text is never allowed.
 
-    Control tokens count as such, even those with a text: inside a JSON string one would begin a tool call.
+    Control tokens get an empty text even if they have one, because inside a JSON string such a token would begin a tool call.
     """
     control = vocabulary.eog_tokens.union(vocabulary.control_tokens.values())
     return [b"" if token in control else _text(vocabulary.piece(token)) for token in range(size)]
@@ -125,8 +125,8 @@ def _pieces(vocabulary: Vocabulary, size: int) -> list[bytes]:
 class Constraint:
     """The constraint of one request, in the state after its emitted tokens. Queries about drafts (`ahead`) do not change that state.
 
-    A token that ends a generation is allowed exactly where the text is complete, and only such a token where no text can follow. The
-    matcher's state is after the emitted tokens and the drafts in `_path`.
+    An end token is allowed exactly where the text is complete. Where no text can follow, only end tokens are allowed. The matcher is in the
+    state after the emitted tokens and the drafts in `_path`.
     """
 
     def __init__(self, matcher: Matcher, eog: frozenset[int], size: int) -> None:
@@ -152,7 +152,7 @@ class Constraint:
         return mask
 
     def allows(self, ahead: Sequence[int], token: int) -> bool:
-        """Whether `token` may follow `ahead`: the same as in `allowed`, but much faster."""
+        """Whether `token` may follow `ahead`. Gives the same result as `allowed`, but much faster."""
         place = len(ahead)
         if self._over(ahead) or (list(ahead) == self._path[:place] and self._masks[place] is not None):
             return bool(self.allowed(ahead)[token])
@@ -162,21 +162,21 @@ class Constraint:
         return self._matcher.validate_tokens([token]) == 1
 
     def closed(self, ahead: Sequence[int]) -> bool:
-        """Whether no text can follow `ahead`: drafts end there, and so does the request."""
+        """Whether no text can follow `ahead`. Drafts end there, and so does the request."""
         if self._over(ahead):
             return True
         self._go_to(ahead)
         return self._matcher.is_stopped()
 
     def valid(self, drafts: Sequence[int]) -> int:
-        """Returns how many of `drafts`, from the first, may follow the emitted tokens."""
+        """Returns how many of `drafts`, from the first on, may follow the emitted tokens."""
         if self._ended:
             return 0
         self._go_to(())
         return self._matcher.validate_tokens(list(drafts))
 
     def advance(self, token: int) -> bool:
-        """Adds an emitted token; returns whether no text can follow it. Keeps states and masks if the drafts began with it."""
+        """Adds an emitted token; returns whether no text can follow it. Keeps states and masks if the drafts begin with this token."""
         if self._over((token,)):
             self._ended = True
             return True
@@ -204,7 +204,7 @@ class Constraint:
         return mask
 
     def _go_to(self, ahead: Sequence[int]) -> None:
-        """Moves the matcher to the state after `ahead`. Raises RequestError if a token of it is not valid, or the library fails."""
+        """Moves the matcher to the state after `ahead`. Raises RequestError if one of its tokens is invalid, or the library fails."""
         path, ahead = self._path, list(ahead)
         common = next((i for i, (old, new) in enumerate(zip(path, ahead, strict=False)) if old != new), min(len(path), len(ahead)))
         if len(path) > common:
@@ -226,7 +226,7 @@ def _text(piece: bytes) -> bytes:
 
 
 def _prepared(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Returns a schema with our defaults for the library: bounded blanks, and oneOf as anyOf, since both say what the text looks like."""
+    """Returns a schema with defaults for the library: blanks are limited, and oneOf is treated as anyOf, since it allows the same texts."""
     if schema is False:
         return False
     schema = {} if schema is True else _with_known_formats(schema)
@@ -238,7 +238,7 @@ def _prepared(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
 
 
 def _with_known_formats(schema: Any) -> Any:
-    """Returns a schema without formats that the library has not: JSON Schema has them ignored."""
+    """Returns a schema without formats that the library does not know. JSON Schema says to ignore them."""
     if isinstance(schema, list):
         return [_with_known_formats(part) for part in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
-"""llguidance inside limited children: the token table is built once in the host, each constraint has a child with its matcher.
+"""llguidance in child processes with limits: a host process builds the token table once, and each constraint has a child for its matcher.
 
-Both ends of their messages are here. The only module that imports the library.
+This module has both ends of the messages. It is the only one that imports the library.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from edge_runtime.errors import RequestError
 Result = TypeVar("Result")
 
 MEMORY_BYTES = 640 << 20
-# A mask of a legal constraint took 14 ms at most on a server; the slowest phones are about 15 times slower.
+# A mask of a constraint within the limits took at most 14 ms on a server. The slowest phones are about 15 times slower.
 COMPILE_SECONDS, STEP_SECONDS = 5.0, 0.5
-# What steps may take on average, and what is left of that at most for a slow one: each step delays a round of all of a server's clients.
+# The average time allowed for a step, and the most unused time that may be saved up for slow steps. Each step delays a round for all of a
+# server's clients.
 MEAN_STEP_SECONDS, LEFT_SECONDS = 0.03, 5.0
 _SHORTEST_SECONDS = 0.001  # 0 would be no limit
 _STACK_BYTES = 64 << 20
 COMPILE, MASK, VALIDATE, CONSUME, ROLL_BACK, ACCEPTING = b"CMVTRA"
 FAILED, STOPPED = 1, 2
-# Flags and a number; the mask or the error follows.
+# Flags and a number. The mask or the error message follows.
 ANSWER = struct.Struct("<Bi")
 _COUNTS = struct.Struct("<III")
 _MEGABYTES = MEMORY_BYTES >> 20
@@ -47,7 +48,7 @@ def llguidance_module() -> Any:
 
 
 def lark_from_gbnf(text: str) -> str:
-    """Converts a grammar to the library's dialect of Lark. Raises RequestError."""
+    """Converts a GBNF grammar to the library's dialect of Lark. Raises RequestError."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
@@ -59,14 +60,14 @@ def lark_from_gbnf(text: str) -> str:
 
 
 def packed_setup(pieces: list[bytes], ends: list[int], slices: list[str]) -> bytes:
-    """Returns the first message: the text of each token, end tokens, and the library's slices."""
+    """Returns the first message to the host: the text of each token, the end tokens, and the library's slices."""
     joined = "\x00".join(slices).encode()
     numbers = struct.pack(f"<{len(ends) + len(pieces)}I", *ends, *map(len, pieces))
     return b"".join((_COUNTS.pack(len(pieces), len(ends), len(joined)), numbers, joined, *pieces))
 
 
 def prepare(setup: bytes) -> tuple[Any, Any]:
-    """Returns the library and the tokenizer."""
+    """Returns the library and the tokenizer from the message that `packed_setup` made."""
     count, end_count, slice_bytes = _COUNTS.unpack_from(setup)
     numbers = struct.unpack_from(f"<{end_count + count}I", setup, _COUNTS.size)
     place = _COUNTS.size + 4 * len(numbers)
@@ -81,7 +82,7 @@ def prepare(setup: bytes) -> tuple[Any, Any]:
 
 
 def new_tokenizer(llguidance: Any, tokens: list[bytes], ends: list[int], slices: list[str]) -> Any:
-    """Returns the library's tokenizer; the library copies the tokens."""
+    """Returns the library's tokenizer, which copies the tokens."""
     pieces = _Pieces(tokens, ends)
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(pieces), eos_token=ends, slices=slices)
 
@@ -93,7 +94,7 @@ def new_matcher(llguidance: Any, tokenizer: Any, grammar: str) -> Any:
 
 
 def on_deep_stack(work: Callable[[], Result]) -> Result:
-    """Returns the result of `work`, run in a thread whose stack is deep enough for grammars within the limits in `constraints`."""
+    """Runs `work` in a thread with a stack deep enough for all grammars within the limits in `constraints`. Returns its result."""
     before = threading.stack_size(_STACK_BYTES)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -103,7 +104,7 @@ def on_deep_stack(work: Callable[[], Result]) -> Result:
 
 
 def serve(shared: tuple[Any, Any], connection: socket.socket) -> None:
-    """Compiles the grammar of the first message, and answers the calls that follow."""
+    """Compiles the grammar in the first message, and answers the calls that follow."""
     first = receive(connection)
     limit_step(COMPILE_SECONDS)
     matcher = on_deep_stack(lambda: new_matcher(*shared, first[1:].decode()))
@@ -147,14 +148,14 @@ class _Pieces:
         self.tokens = tokens
 
     def __call__(self, text: str) -> list[int]:
-        """Never called: the tokenizer's own choice of tokens would matter only if tokens were forced."""
+        """Never called: tokenizing would be needed only if tokens were forced."""
         raise NotImplementedError
 
 
 class Matcher:
-    """llguidance's matcher in a child: the parent's end, with the library's methods.
+    """The parent's end of a matcher in a child, with the methods of llguidance's matcher.
 
-    It raises nothing: a failed matcher stays failed, and `get_error` says why.
+    It raises nothing. A failed matcher stays failed, and `get_error` says why.
     """
 
     def __init__(self, processes: Host, grammar: str) -> None:
@@ -177,15 +178,15 @@ class Matcher:
         return bool(self._ask(ACCEPTING)[0])
 
     def compute_bitmask(self) -> bytes:
-        """One bit per token: whether it may follow."""
+        """Returns one bit per token: whether it may follow."""
         return self._ask(MASK)[1]
 
     def validate_tokens(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens, from the first, may follow."""
+        """Returns how many of the tokens, from the first on, may follow."""
         return self._ask(VALIDATE, _packed(tokens))[0]
 
     def consume_tokens(self, tokens: Sequence[int]) -> bool:
-        """Adds tokens; an invalid one is an error."""
+        """Adds tokens. An invalid token makes the matcher fail."""
         return bool(self._ask(CONSUME, _packed(tokens))[0])
 
     def rollback(self, count: int) -> bool:

@@ -1,7 +1,7 @@
 """jinja2 as transformers sets it up for chat templates: its options, its `generation` tag and its helpers, in jinja2's sandbox.
 
-What they are: transformers, utils/chat_template_utils.py. The sandbox keeps a template from Python's internals; it limits neither time nor
-memory, so it runs in a limited child only (`template_renderer`).
+Source: transformers, utils/chat_template_utils.py. The sandbox hides Python's internals from a template. It limits neither time nor memory,
+so it only runs in a child process with limits (`template_renderer`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_CHARACTERS = 4_000_000
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training. Here it renders its body, which has a scope of its own."""
+    """`{% generation %}` marks what the assistant wrote, for training. Here it only renders its body, which has its own scope."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Returns the call of a block, as transformers' tag does."""
+        """Returns a node that calls the block, as transformers' tag does."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -37,7 +37,7 @@ class GenerationTag(Extension):
 
 
 class TemplateDict:
-    """`dict` in a template: what makes a dictionary, without the type's other attributes."""
+    """`dict` in a template: creates a dictionary, without the other attributes of Python's type."""
 
     def __call__(self, *items: Any, **named: Any) -> dict[Any, Any]:
         return dict(*items, **named)
@@ -48,9 +48,9 @@ class TemplateDict:
 
 
 class TemplateNamespace(Namespace):
-    """`namespace` in a template; its names cannot begin with an underscore, as Python's internal ones do."""
+    """`namespace` in a template. Its names cannot begin with an underscore, as Python's internal names do."""
 
-    def __init__(*positional: Any, **named: Any) -> None:  # `self` is positional alone, since a template may name a value so
+    def __init__(*positional: Any, **named: Any) -> None:  # no parameter is named `self`, because a template may use that name
         self, *items = positional
         values = dict(*items, **named)
         for name in values:
@@ -78,14 +78,14 @@ def _strftime_now(format: str) -> str:
 def _tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    """JSON without the escapes for HTML of jinja2's own filter."""
+    """Returns JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def compile_template(source: str) -> Callable[[dict[str, Any]], str]:
     """Returns a function that renders `source` with variables that are plain JSON values.
 
-    A template may raise anything, compiled or rendered; ValueError if it writes more than MAX_CHARACTERS.
+    A template may raise anything when it is compiled or rendered. Raises ValueError if it writes more than MAX_CHARACTERS.
     """
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     environment.filters["tojson"] = _tojson

@@ -1,7 +1,7 @@
-"""Renders a chat template in a limited child process.
+"""Renders a chat template in a child process with limits.
 
-A template from outside may loop for ever or double a text until memory ends: the child's limits end it then, also inside C code. Both ends
-of the messages are here; jinja2 is loaded in the child only.
+A template from outside may loop forever, or double a text until memory runs out. The child's limits then end it, even inside C code. This
+module has both ends of the messages; only the child loads jinja2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _host() -> Host:
 
 
 class Renderer:
-    """A compiled template; compiling it, and each rendering, may take `seconds` of processor time.
+    """A compiled template. Compiling it may take `seconds` of processor time, and so may each rendering.
 
     Raises TemplateError if it does not compile, BackendError if no process can be started.
     """
@@ -43,7 +43,7 @@ class Renderer:
     def __init__(self, source: str, seconds: float = STEP_SECONDS) -> None:
         self._seconds = seconds
         self._setup = json.dumps({"source": source, "seconds": seconds}).encode()
-        self._idle = [self._new_child()]  # as many as threads have rendered at the same time
+        self._idle = [self._new_child()]  # grows to the number of threads that render at the same time
 
     def render(self, variables: dict[str, Any]) -> str:
         """Returns the text for variables that are plain JSON values. Raises TemplateError. Any thread may call it."""
@@ -56,7 +56,7 @@ class Renderer:
         except IndexError:
             child = self._new_child()
         answer = self._asked(child, message)
-        self._idle.append(child)  # one that has ended is not asked again
+        self._idle.append(child)  # not reached with a child that has ended
         return _text_of(answer)
 
     def _new_child(self) -> Child:
@@ -80,7 +80,7 @@ def _text_of(answer: bytes) -> str:
 
 
 def prepare(_setup: bytes) -> ModuleType:
-    """Returns the module that compiles templates; each is compiled in its own child."""
+    """Returns the module that compiles templates. Each template is compiled in its own child."""
     from edge_runtime.text import template_environment
 
     return template_environment
@@ -98,7 +98,7 @@ def serve(environment: Any, connection: socket.socket) -> None:
 
 
 def _answered(connection: socket.socket, seconds: float, work: Callable[[], Any], text: Callable[[Any], str]) -> Any:
-    """Sends the text of what this work returns, or why it returns nothing."""
+    """Runs `work` and sends the text of its result, or the reason why it failed. Returns the result."""
     limit_step(seconds)
     try:
         result = work()

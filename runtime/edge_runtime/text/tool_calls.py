@@ -1,9 +1,8 @@
-"""Gemma 4's notation for a tool call, read when it is whole and while it is written: call:NAME{key:value,...}, with strings between <|"|>
-marks and bare keys.
+"""Reads Gemma 4's notation for a tool call, when it is complete and while it is written: call:NAME{key:value,...}.
 
-Models do not always keep to it. What they are known to write instead is read as what it means: strings in other quotes or without their
-first mark, marks for the quotes within a string, round brackets around the arguments, '=' after a key, a comma too many. No argument
-ever holds a mark. Anything else is no call, but text.
+Strings stand between <|"|> marks, and keys are bare. Models do not always keep to this. Known deviations are read as they are meant:
+strings in other quotes or without their first mark, marks for the quotes within a string, round brackets around the arguments, '=' after a
+key, and a trailing comma. No argument ever contains a mark. Anything else is not a call but text.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 MAX_DEPTH = 32
 CALL_BEGINS, CALL_ENDS, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 NAME = re.compile(r"\s*(?:call)?\s*:\s*([\w.\-]+)\s*")
-# Stands for the mark of a string, as one character: Unicode reserves it for internal use.
+# A single character that stands for the mark of a string. Unicode reserves it for internal use.
 MARK = "\ufdd0"
 _KEY = re.compile(rf'([^:={{}}\[\],"{MARK}]+)([:=]|\Z)')
 _NEXT_KEY = re.compile(r",\s*[\w.\-]+\s*[:=]")
 _BARE = re.compile(rf"[^,{{}}\[\]{MARK}]+")
 _SOLID = re.compile(r"\S")
 _AFTER_STRING = re.compile(r"\s*(?:[,:=}\]]|\Z)")
-# The end of a string that was cut off is the text's.
+# A string that is cut off ends with the text.
 _JSON_STRING = re.compile(rf'"((?:[^"\\{MARK}]|\\[^{MARK}])*)(?:"|(\\?\Z))', re.DOTALL)
 _PYTHON_END = re.compile(r"(?<!\\)'(?=\s*(?:[,:=}\]]|\Z))")
 _LONGEST_ESCAPE = len(r"\u00e9")
@@ -35,10 +34,10 @@ _BRACKETS = {"{": "}", "[": "]"}
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call of the model; `raw` is what it wrote. `arguments` is None where that is no whole call.
+    """A tool call of the model. `raw` is what it wrote. `arguments` is None if that is not a complete call.
 
-    `partial` is then the beginning of the arguments' JSON if the answer was cut off within them; None for other calls.
-    `unsent` is the rest of the arguments' JSON where a `CallPiece` has begun the call.
+    If the answer was cut off within the arguments, `partial` is the beginning of their JSON; otherwise it is None. If a `CallPiece` began
+    this call, `unsent` is the rest of the arguments' JSON.
     """
 
     name: str | None
@@ -49,7 +48,7 @@ class ToolCall:
 
     @property
     def arguments_json(self) -> str | None:
-        """The arguments as JSON text, whole or partial; None for what is no call."""
+        """The arguments as JSON text, complete or partial; None if this is not a call."""
         return self.partial if self.arguments is None else json.dumps(self.arguments, ensure_ascii=False)
 
     @property
@@ -60,7 +59,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallPiece:
-    """A piece of a call that the model still writes: the next of its arguments' JSON. The first piece has the `name`."""
+    """A piece of a call that the model is still writing: the next part of the arguments' JSON. The first piece has the `name`."""
 
     name: str | None
     arguments: str
@@ -76,7 +75,7 @@ def parse_tool_call(raw: str) -> ToolCall:
 
 
 def cut_tool_call(raw: str) -> ToolCall:
-    """Parses a call that the end of the answer may have cut off: what is there of its arguments becomes `partial`. Never raises."""
+    """Parses a call that may have been cut off. The existing part of its arguments becomes `partial`. Never raises."""
     call, named = parse_tool_call(raw), NAME.match(raw)
     if call.arguments is not None or named is None:
         return call
@@ -85,7 +84,7 @@ def cut_tool_call(raw: str) -> ToolCall:
 
 
 def written_arguments(raw: str, *, cut: bool) -> str:
-    """Returns the arguments of a call as JSON in the order and with the names that the model wrote, `cut` off or whole."""
+    """Returns a call's arguments as JSON, in the order and with the names that the model wrote. With `cut`, the call was cut off."""
     named = NAME.match(raw)
     if named is None:
         return ""
@@ -94,7 +93,7 @@ def written_arguments(raw: str, *, cut: bool) -> str:
 
 
 def begun_arguments(text: str) -> dict[str, Any]:
-    """Returns what the beginning of an object's JSON says, as far as it is JSON; nothing for any other text. Never raises."""
+    """Returns the readable part of a JSON object that was cut off; an empty dict for any other text. Never raises."""
     return dict(json.loads(_Arguments(text, cut=True).completed or "{}"))
 
 
@@ -108,16 +107,16 @@ def _braced(body: str) -> str:
 
 
 class _Arguments:
-    """An object in the notation, or in JSON. With `cut` it may be a beginning, whose last word may go on, and is left out.
+    """An object in the notation, or in JSON. With `cut`, the text may be only its beginning; an incomplete last word is then left out.
 
-    `whole` and `failed` say whether the text is one, and whether it cannot become one.
+    `whole` says whether the text is a complete object, and `failed` whether it can no longer become one.
     """
 
     def __init__(self, text: str, *, cut: bool = False) -> None:
         self._parts: list[str] = []
         self._inside = ""
         self._follows = "object"
-        # How many parts are whole but for closing brackets, which, and a closing quote.
+        # For `completed`: how many parts to keep, the brackets that are still open after them, and the quote that closes a string.
         self._kept = (0, "", "")
         text = text.replace(MARK, "\ufffd").replace(QUOTE, MARK)
         self.whole = self.failed = False
@@ -128,17 +127,17 @@ class _Arguments:
 
     @property
     def json(self) -> str:
-        """JSON of the object, or its beginning."""
+        """The object's JSON, or the beginning of it."""
         return "".join(self._parts)
 
     @property
     def completed(self) -> str:
-        """JSON of what is there: a key without a value and a word that may go on are left out."""
+        """Valid JSON of the part that was read. A key without a value and an incomplete word are left out."""
         count, inside, quote = self._kept
         return "".join((*self._parts[:count], quote, *(_BRACKETS[bracket] for bracket in reversed(inside))))
 
     def _read(self, text: str, strings: _Strings, *, cut: bool) -> bool:
-        """Reads it all; returns whether it ends. Raises ValueError for what is no object and no beginning of one."""
+        """Reads the text; returns whether the object is complete. Raises ValueError for text that is not (the beginning of) an object."""
         at = 0
         while solid := _SOLID.search(text, at):
             at, letter, follows = solid.start(), solid[0], self._follows
@@ -167,7 +166,7 @@ class _Arguments:
         return bool(self._parts) and not self._inside
 
     def _add_mark(self, letter: str) -> None:
-        """Adds what is neither a string nor a word."""
+        """Adds a bracket, comma or colon. Raises ValueError for other characters, and for one in the wrong place."""
         inside, last = self._inside[-1:], self._parts[-1] if self._parts else ""
         if letter in _BRACKETS and self._follows in ("value", "object" if letter == "{" else "value") and len(self._inside) <= MAX_DEPTH:
             self._inside += letter
@@ -190,7 +189,7 @@ class _Arguments:
 
 
 class _Strings:
-    """Finds the strings of a text, in which `MARK` stands for the mark; with `cut` the last one may go on."""
+    """Finds the strings of a text in which `MARK` stands for the mark. With `cut`, the last string may be incomplete."""
 
     def __init__(self, text: str, *, cut: bool) -> None:
         self._text, self._cut = text, cut
@@ -201,9 +200,9 @@ class _Strings:
         self._next_key = -1
 
     def read(self, at: int, *, value: bool) -> tuple[str, int, bool] | None:
-        """Returns what the string at a place says, where it ends, and whether it does; None where there is none.
+        """Returns the content of the string at `at`, the position after it, and whether it is complete; None if no string begins there.
 
-        Raises ValueError where it does not end, or its escapes or marks make no sense.
+        Raises ValueError if it does not end, or its escapes or marks are invalid.
         """
         first = self._text[at]
         if first == MARK:
@@ -225,7 +224,7 @@ class _Strings:
         return found
 
     def _marked(self, at: int) -> tuple[str, int, bool]:
-        """Returns a string that a mark opens. A mark within it that nothing follows as behind a string is one of its quotes."""
+        """Reads a string that a mark opens. A mark inside is a quote of the content, unless what follows it can follow a string."""
         end = _next(self._closing, at)
         content = self._text[at + 1 : end]
         inner = self._marks[bisect_right(self._marks, at) : None if end is None else bisect_right(self._marks, end) - 1]
@@ -234,7 +233,7 @@ class _Strings:
         return content.replace(MARK, '"'), len(self._text) if end is None else end + 1, end is not None
 
     def _closes_without_opening(self, at: int) -> int | None:
-        """Returns the next mark if it closes what begins here."""
+        """Returns the position of the next mark if it closes a string that begins here without a mark."""
         mark = _next(self._marks, at)
         if mark is None or mark in self._opening or mark != _next(self._closing, at):
             return None
@@ -247,7 +246,7 @@ class _Strings:
         return None if self._next_key < mark else mark
 
     def _may_open(self, place: int) -> bool:
-        """Whether what is before a mark can be before a string."""
+        """Whether the text before a mark can stand before a string."""
         place -= 1
         while place >= 0 and self._text[place].isspace():
             place -= 1
@@ -255,18 +254,18 @@ class _Strings:
 
 
 def _next(places: list[int], at: int) -> int | None:
-    """Returns the first place behind another one."""
+    """Returns the first of the sorted `places` after `at`; None if there is none."""
     number = bisect_right(places, at)
     return places[number] if number < len(places) else None
 
 
 def _unescaped(content: str) -> str:
-    """Returns what a string of JSON says. Half of a surrogate pair, as \\ud800, is no character: no answer could be encoded with it."""
+    """Returns the content of a JSON string. A lone surrogate such as \\ud800 is replaced, because an answer with it cannot be encoded."""
     return str(json.loads(f'"{content}"', strict=False)).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _begun(content: str) -> str:
-    """Returns what the beginning of a string of JSON says, without an escape that the end cuts."""
+    """Returns the content of a JSON string that was cut off, without an incomplete escape at its end."""
     for end in range(len(content), max(len(content) - 2 * _LONGEST_ESCAPE, -1), -1):
         try:
             value = json.loads(f'"{content[:end]}"', strict=False)
@@ -278,7 +277,7 @@ def _begun(content: str) -> str:
 
 
 def _python(content: str) -> str:
-    """Returns what a string of Python says, as far as JSON has its escapes."""
+    """Returns the content of a Python string. Escapes that JSON does not have leave it unchanged."""
     if "\\" not in content:
         return content
     try:
@@ -292,7 +291,7 @@ def _written(value: Any) -> str:
 
 
 def _scalar(word: str) -> Any:
-    """Returns the value of a number, or of true, false and null as JSON and Python write them; any other bare word is text."""
+    """Returns the value of a bare word: a number, or true, false or null in the spelling of JSON or Python. Any other word is text."""
     if word in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[word]
     try:
@@ -300,7 +299,7 @@ def _scalar(word: str) -> Any:
     except (ValueError, RecursionError):
         return word
     if isinstance(value, float) and not math.isfinite(value):
-        return word  # NaN, Infinity and 1e999, which no JSON that clients read can state
+        return word  # NaN, Infinity and 1e999, which standard JSON cannot express
     return value if value is None or isinstance(value, bool | int | float) else word
 
 
@@ -308,28 +307,28 @@ _KEY_ENDS = re.compile(rf'[:={{}}\[\],"{MARK}]')
 _WORD_ENDS = re.compile(rf"[,{{}}\[\]{MARK}]")
 _CLOSES = frozenset(",:=}]")
 _BEFORE_STRING = frozenset(",:={[")
-# What is longer and undecided is not looked through with each token again.
+# Undecided text that is longer is given up, so that it is not scanned again with each token.
 _LONGEST_NAME, _LONGEST_WORD = 256, 1024
 
 
 class StreamedCall:
-    """Follows one call while it is written: gives its name and the beginnings of its arguments' JSON as soon as nothing can change them.
+    """Follows one call while it is written. Returns its name and pieces of its arguments' JSON as soon as they are final.
 
-    Where a model leaves Gemma 4's own notation, nothing more is certain before the call's end. `sent` is the JSON that pieces have sent of
-    the arguments, None before the name.
+    If the model deviates from Gemma 4's own notation, nothing more is final before the call's end. `sent` is the part of the arguments'
+    JSON that pieces have sent; None before the name.
     """
 
     def __init__(self) -> None:
         self.sent: str | None = None
-        self._text = ""  # what is not decided yet
+        self._text = ""  # text that is not decided yet
         self._ready: list[str] = []
         self._inside = ""  # brackets that are open
-        self._comma = False  # whether a value stands before what comes next
-        self._before = ""  # the last character of a string's content that is no blank
+        self._comma = False  # whether a value precedes, so that a comma is due before the next one
+        self._before = ""  # the last non-blank character of a string's content
         self._step: Callable[[], bool] | None = self._name
 
     def feed(self, text: str) -> list[CallPiece]:
-        """Takes more of the text behind <|tool_call>; returns what is certain now, one piece or none."""
+        """Takes more of the text after <|tool_call>. Returns what is final now: one piece or none."""
         if self._step is None:
             return []
         self._text += text
@@ -343,13 +342,13 @@ class StreamedCall:
         return [CallPiece(name=None if named else self._called, arguments=new)]
 
     def ended(self, call: ToolCall) -> ToolCall:
-        """Returns the call, whole or cut off, with what is `unsent` of it. What is no call stays none."""
+        """Returns the call, complete or cut off, with its `unsent` part. If it contradicts what was sent, it counts as no call."""
         if self.sent is None or call.arguments_json is None:
             return call
         whole = written_arguments(call.raw, cut=call.arguments is None)
         return replace(call, unsent=whole[len(self.sent) :]) if whole.startswith(self.sent) else replace(call, arguments=None, partial=None)
 
-    # Each step decides about the beginning of `_text`, and returns whether it could; it chooses the next one.
+    # Each step tries to decide about the beginning of `_text` and returns whether it could. It also chooses the next step.
 
     def _name(self) -> bool:
         before, brace, after = self._text.partition("{")
@@ -405,7 +404,7 @@ class StreamedCall:
         if end is None:
             return self._wait()
         scalar = _written(_scalar(text[: end.start()].strip()))
-        if not end.start() or scalar.startswith('"'):  # a bare text may be a string that lacks its first mark
+        if not end.start() or scalar.startswith('"'):  # bare text may be a string without its first mark
             return self._give_up()
         self._begin(scalar)
         self._text = text[: end.start()] + self._text[end.start() :]
@@ -420,7 +419,7 @@ class StreamedCall:
             return False
         self._content(content)
         follows = after.lstrip()[:1]
-        if not follows:  # what comes behind a mark says whether it ends the string
+        if not follows:  # the text after a mark shows whether the mark ends the string
             self._text = mark + after
             return self._wait()
         if follows in _CLOSES:
@@ -444,9 +443,9 @@ class StreamedCall:
         return self._closes() or self._give_up()
 
     def _closes(self) -> bool:
-        """Whether the innermost bracket closes here.
+        """Closes the innermost bracket if its end comes next; returns whether it did.
 
-        The last `}` is sent only at the call's end. If it was no call, the client keeps unfinished JSON.
+        The last `}` is sent only at the call's end. If it turns out to be no call, the client is left with incomplete JSON.
         """
         text = self._text.lstrip()
         if text[:1] != {"{": "}", "[": "]"}[self._inside[-1]]:
@@ -463,7 +462,7 @@ class StreamedCall:
         self._before = text.rstrip()[-1:] or self._before
 
     def _begin(self, text: str) -> None:
-        """Adds what begins a value or a key, behind a comma that is due: one that a bracket follows is left out."""
+        """Adds the beginning of a value or a key, after a comma if one is due. So a comma before a closing bracket is left out."""
         self._ready.append(f",{text}" if self._comma else text)
 
     def _next(self, step: Callable[[], bool], skipped: int) -> bool:

@@ -1,4 +1,4 @@
-"""Grammars of JSON schemas and of calls of given functions, in llguidance's dialect of Lark."""
+"""Grammars for JSON schemas and for calls of given functions, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from edge_runtime.errors import RequestError
 from edge_runtime.text.constraints import ToolCalls
 from edge_runtime.text.tool_calls import CALL_BEGINS, CALL_ENDS, QUOTE
 
-# The keywords of a JSON schema hold together: here it becomes alternatives without references and without keywords that combine others.
+# All keywords of a JSON schema apply at once. Here a schema becomes a list of alternatives without references and combining keywords.
 
 Schema = Mapping[str, Any]
-# More items than any answer has; the library takes numbers of 32 bits.
+# More items than any answer has. llguidance takes 32-bit numbers.
 _ENDLESS = 1 << 30
 COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
@@ -30,16 +30,16 @@ def constraining(schema: Schema) -> set[str]:
 
 
 class Both(dict[str, Any]):
-    """A schema that several parts of a document make up together."""
+    """A schema that is the conjunction of several parts of a document."""
 
 
 def identity(schema: Any) -> Hashable:
-    """Returns what tells a schema from the others of its document, as long as that exists."""
+    """Returns a key that identifies a schema within its document. It is valid as long as the document exists."""
     return frozenset(map(id, schema["allOf"])) if isinstance(schema, Both) else id(schema)
 
 
 class Alternatives:
-    """The alternatives of schemas within the document `root`. `spend` is called with what each takes, and may raise."""
+    """The alternatives of schemas within the document `root`. `spend` is called with the cost of each, and may raise."""
 
     def __init__(self, root: Schema, spend: Callable[[int], None]) -> None:
         self._root = root
@@ -56,11 +56,11 @@ class Alternatives:
         return schema
 
     def of(self, schema: object) -> list[dict[str, Any]]:
-        """Returns the alternatives of a schema; none if nothing fits it."""
+        """Returns the alternatives of a schema; an empty list if no value fits it."""
         return list(self._of(schema, ()))
 
     def options(self, flat: Schema) -> list[Any] | None:
-        """Returns the values that a schema without combining keywords lists, as far as they fit its other keywords; None for any."""
+        """Returns the values in the `enum` of a schema without combining keywords that fit its other keywords; None without an `enum`."""
         rest = {key: value for key, value in flat.items() if key != "enum"}
         return [value for value in flat["enum"] if self._fits_flat(value, rest)] if "enum" in flat else None
 
@@ -105,9 +105,9 @@ class Alternatives:
                 yield whole
 
     def _flat(self, schema: Schema) -> dict[str, Any]:
-        """Returns the schema without combining keywords, const written as enum, and required properties declared."""
+        """Returns the schema without combining keywords, with `const` written as `enum`, and with required properties declared."""
         flat = {key: value for key, value in schema.items() if key not in COMBINING}
-        if schema.get("additionalProperties") is False:  # forgotten properties, as nothing would fit
+        if schema.get("additionalProperties") is False:  # else nothing would fit if the schema forgot to declare one
             flat["properties"] = {**dict.fromkeys(required_of(schema), True), **properties_of(schema)}
         listed = flat.pop("enum", None)
         allowed = [flat.pop("const")] if "const" in flat else None
@@ -116,7 +116,7 @@ class Alternatives:
         return flat if allowed is None else flat | {"enum": allowed}
 
     def _both(self, one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
-        """Returns the schema of what fits both; None if the types or the values exclude each other."""
+        """Returns the conjunction of two schemas; None if their types or values exclude each other."""
         both = one | other
         if "type" in one and "type" in other:
             kinds = [kind for kind in TYPES if _allows(one, kind) and _allows(other, kind)]
@@ -143,7 +143,7 @@ class Alternatives:
         return [value for value in one if self._key(value) in keys]
 
     def _key(self, value: Any) -> Hashable:
-        """Returns what equal values of JSON have in common: 1 is 1.0, but not true."""
+        """Returns a key that is equal for equal JSON values: 1 equals 1.0, but not true."""
         if not isinstance(value, dict | list):
             return isinstance(value, bool), value
         if id(value) not in self._keys:
@@ -152,7 +152,7 @@ class Alternatives:
 
 
 def types_of(schema: Schema) -> list[str]:
-    """Returns the types of values that a schema without combining keywords allows, each once; those of keywords that only one type has."""
+    """Returns the types that a schema without combining keywords allows. Without `type`, they follow from keywords of objects and lists."""
     kinds = schema.get("type")
     listed = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else None
     if listed is None:
@@ -163,7 +163,7 @@ def types_of(schema: Schema) -> list[str]:
 
 
 def required_of(schema: Schema) -> list[str]:
-    """Returns the names of properties that must be there."""
+    """Returns the names of the required properties."""
     return [name for name in _listed(schema, "required") if isinstance(name, str)]
 
 
@@ -174,13 +174,13 @@ def properties_of(schema: Schema) -> Mapping[str, Any]:
 
 
 def count_of(schema: Schema, keyword: str) -> int | None:
-    """Returns a number of items; None if it is not given."""
+    """Returns a keyword's number of items; None if it is not given."""
     value: Any = schema.get(keyword)
     return min(int(value), _ENDLESS) if _is(value, "integer") and value >= 0 else None
 
 
 def _property(schema: Schema, name: str) -> Any:
-    """Returns the schema of a property, which may be one of the additional ones."""
+    """Returns the schema of a property, or of additional properties if this one is not declared."""
     return properties_of(schema).get(name, schema.get("additionalProperties", True))
 
 
@@ -196,7 +196,7 @@ def _allows(schema: Schema, kind: str) -> bool:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether a value has a type, as JSON Schema counts: 1.0 is an integer, true is no number."""
+    """Whether a value has a type of JSON Schema, where 1.0 is an integer and true is not a number."""
     if kind in ("integer", "number"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and (kind == "number" or isinstance(value, int) or value.is_integer())
@@ -209,9 +209,9 @@ def _listed(schema: Schema, keyword: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-# The grammar of calls enforces of a function's parameters: names, required ones, types, nesting, the number of a list's items, enum,
-# const, allOf, anyOf, oneOf and local references. Other keywords of JSON Schema are not enforced; additional properties are written only
-# where none are named. Properties are in alphabetical order, as the chat template writes them.
+# The grammar of calls enforces these facts about a function's parameters: names, required ones, types, nesting, the number of a list's
+# items, enum, const, allOf, anyOf, oneOf and local references. It does not enforce other keywords of JSON Schema. It allows additional
+# properties only where no properties are declared. Properties are in alphabetical order, as the chat template writes them.
 
 _EMPTY_OBJECT = '"{" "}"'
 MAX_RULES, MAX_ALTERNATIVES, MAX_CONSTANTS = 2000, 2000, 1 << 20
@@ -231,7 +231,7 @@ value: string | number | boolean | null | array | object
 
 
 def tool_call_grammar(calls: ToolCalls, control: Mapping[str, int]) -> str:
-    """Returns the grammar of one call, or of one or more; the rule `answer` is left open where there may be one instead.
+    """Returns the grammar of one call, or of one or more. If `calls.answer` is given, the caller has to add the rule `answer`.
 
     Raises RequestError if the vocabulary has no tokens for calls, or a function cannot be called.
     """
@@ -273,17 +273,17 @@ class _Rules:
         return expression
 
     def named(self, kind: str, expression: str) -> str:
-        """Returns a name of an expression that is needed twice: written out twice at each level, 30 levels would fill any memory."""
+        """Returns a name for an expression that is used twice. Written out twice at each of 30 levels, it would exhaust any memory."""
         return expression if expression.isalpha() else self.add(f"{self.name(kind)}: {expression}")
 
     def name(self, kind: str) -> str:
-        """Returns a name for the next rule, or for one that is added later."""
+        """Returns an unused name for a rule."""
         self._names += 1
         return f"{kind}{self._names}"
 
 
 class _Parameters:
-    """The expressions of one function's parameters. A value that nothing fits has none."""
+    """The expressions of one function's parameters. The expression of a schema is None if no value fits it."""
 
     def __init__(self, name: str, schema: Schema | None, rules: _Rules, control: Mapping[str, int]) -> None:
         if not _FUNCTION_NAME.fullmatch(name):
@@ -296,7 +296,7 @@ class _Parameters:
         self._written: dict[Hashable, tuple[object, str | None]] = {}
 
     def text(self) -> str:
-        """Returns the expression of the arguments. Raises RequestError if there is none."""
+        """Returns the expression of the arguments. Raises RequestError if no arguments fit the schema."""
         if all(self._root[word] in ({}, [], False) for word in constraining(self._root) - {"type"}):
             return _EMPTY_OBJECT  # a function that declares no parameters has none
         try:
@@ -310,10 +310,10 @@ class _Parameters:
         return arguments
 
     def _value(self, schema: Any) -> str | None:
-        """Returns the expression of a value that fits a schema; that of a schema which is there twice is written once."""
+        """Returns the expression of a value that fits a schema. It is computed once, even if the schema occurs several times."""
         key = identity(schema)
         if key not in self._written:
-            self._written[key] = schema, self._expression(schema)  # the schema is kept, so that no other one gets its id
+            self._written[key] = schema, self._expression(schema)  # keeping the schema prevents another object from getting its id
         return self._written[key][1]
 
     def _expression(self, schema: Any) -> str | None:
@@ -329,7 +329,7 @@ class _Parameters:
         return self._rule("b", identity(schema), lambda: _choice([self._flat(one) for one in self._alternatives.of(schema)]))
 
     def _rule(self, kind: str, key: Hashable, expression: Callable[[], str | None]) -> str | None:
-        """Returns the name of a rule, which its own expression may have; None if that says that nothing fits."""
+        """Returns the name of a rule for an expression, which may refer to itself; None if no value fits the expression."""
         if key not in self._named:
             self._named[key] = name = self._rules.name(kind)
             written = expression()
@@ -352,7 +352,7 @@ class _Parameters:
         return self._list(schema) if kind == "array" else kind
 
     def _object(self, schema: Schema) -> str | None:
-        """One rule for each place: `first` before any property was written, `more` after one."""
+        """Returns the expression of an object. Each property has two rules: `first` if none was written before it, else `more`."""
         properties, needed = properties_of(schema), set(required_of(schema))
         others = schema.get("additionalProperties", True)
         if not properties and not needed:
@@ -376,7 +376,7 @@ class _Parameters:
         return f'"{{" {first[0]} "}}"'
 
     def _list(self, schema: Schema) -> str | None:
-        """Returns the expression of a list: items with schemas of their own, each behind those before it, then others."""
+        """Returns the expression of a list: first the items with their own schemas, in order, then items with the common schema."""
         low, high = count_of(schema, "minItems") or 0, count_of(schema, "maxItems")
         items = [self._value(own) for own in schema["prefixItems"]] if isinstance(schema.get("prefixItems"), list) else []
         other = self._value(schema.get("items", True))
