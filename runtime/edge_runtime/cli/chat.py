@@ -1,4 +1,4 @@
-"""The chat of `edge-run chat BUNDLE`: interactive at a terminal; a pipe is one message, or one turn per line."""
+"""`edge-run chat BUNDLE`: an interactive chat at a terminal. Input from a pipe is one message, or one turn per line."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def chat(bundle: Path, options: ChatOptions, message: MessageOptions, sampling: 
 
 
 class TerminalChat:
-    """Reads turns and commands until the input ends. At a terminal errors are printed; in a pipe the first error ends the chat."""
+    """Reads turns and commands until the input ends. At a terminal, errors are printed; with a pipe, the first error ends the chat."""
 
     def __init__(
         self,
@@ -129,7 +129,8 @@ class TerminalChat:
         history: History | None = None,
         image_rows: int = DEFAULT_BUDGET,
     ) -> None:
-        """`watch` returns the energy measurement of one answer; with `lines` each line of a pipe is a turn; `image_rows` is a budget."""
+        """`watch` returns the energy measurement of one answer. With `lines`, each line of a pipe is a turn. `image_rows` is an image's
+        budget."""
         self._chat = chat
         self._lines, self._history = lines or as_json, history
         self._watch = watch
@@ -155,7 +156,7 @@ class TerminalChat:
         }
 
     def run(self) -> None:
-        """Runs to the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
+        """Runs until the end of the input. Raises EdgeError and KeyboardInterrupt unless it is interactive."""
         if self._interactive:
             note("\n".join(introduction(self._chat.session)))
             note(f"{greeting(self._chat.session)}; chat template: {self._chat.template.name}. /help lists the commands.")
@@ -193,7 +194,7 @@ class TerminalChat:
                 note(f"Error: the input is not UTF-8 text ({error})")
 
     def _piped(self) -> Iterator[str]:
-        """Yields the lines of standard input with their ends."""
+        """Yields the lines of standard input with their line breaks."""
         left = MAX_INPUT
         with errors_as(RequestError, "standard input is not UTF-8 text", "convert it", UnicodeDecodeError):
             while line := sys.stdin.readline(left + 1):
@@ -204,7 +205,7 @@ class TerminalChat:
                 yield line
 
     def _turn(self, line: str, *, verbatim: bool = False) -> None:
-        """Runs a command or sends a message; `verbatim` is always a message."""
+        """Runs a command or sends a message. A `verbatim` line is always a message."""
         if not line.strip():
             return
         if not verbatim and line.startswith("/") and not line.startswith("//"):
@@ -226,7 +227,7 @@ class TerminalChat:
         self._print(next(str(message["content"]) for message in reversed(answer.prompt_messages) if message["role"] == "user"), answer)
 
     def _print(self, text: str, answer: Answer) -> None:
-        """Prints an answer to `text` while it arrives."""
+        """Prints the answer to `text` while it arrives."""
         self._answers.append(answer)
         watch = self._watch()
         try:
@@ -320,7 +321,7 @@ class TerminalChat:
         if drafted:
             lines[-1] += f", mean acceptance length {tokens / rounds:.2f}, {accepted / drafted:.1%} of drafts accepted"
         energies = {"the last answer": self._energies[-1], f"all {len(every)} answers": self._pool.energy()}
-        measured = len(every) > 1 and self._energies[-1].facts is not None  # else both say the same
+        measured = len(every) > 1 and self._energies[-1].facts is not None  # otherwise both rows say the same
         rows = [(*energy.row(), of) for of, energy in energies.items()][: 2 if measured else 1]
         return "\n".join([*lines, *(f"{label} of {of}: {text}" for label, text, of in rows)])
 
@@ -329,7 +330,7 @@ class TerminalChat:
 
 
 def shown_settings(settings: ChatSettings) -> dict[str, str]:
-    """Returns what /set changes, under its names, as it is typed."""
+    """Returns the settings that /set can change, by their names in /set, with their values as text."""
     values = {"max_tokens": settings.max_tokens, "thinking": "on" if settings.thinking else "off"}
     values |= {name: getattr(settings.sampling, name) for name in SAMPLING}
     return {name.replace("_", "-"): "random" if value is None else str(value) for name, value in values.items()}
@@ -359,7 +360,7 @@ def changed_setting(settings: ChatSettings, name: str, *values: str) -> dict[str
 
 @contextlib.contextmanager
 def _stopping_at_interrupt(answer: Answer) -> Iterator[None]:
-    """Within the context, Ctrl-C stops the answer after its round, which keeps the cache valid; a second Ctrl-C interrupts at once."""
+    """Within the context, Ctrl-C stops the answer after its round, which keeps the cache valid. A second Ctrl-C interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

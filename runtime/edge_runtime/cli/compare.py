@@ -1,4 +1,4 @@
-"""`edge-run compare`: one prompt with and without drafts, run in turn."""
+"""`edge-run compare`: runs one prompt with and without drafts in turn."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def compare(bundle: Path, prompt: str, runs: RunOptions, message: MessageOptions
 
 @dataclass(frozen=True, kw_only=True)
 class PairedRuns:
-    """Statistics of the runs of one prompt; run i with drafts followed run i without. `same_tokens`: all runs had the same output.
+    """Statistics of the runs of one prompt. Run i with drafts came right after run i without.
 
-    `output` is that of the first run.
+    `same_tokens` says that all runs had the same output. `output` has the first run's tokens.
     """
 
     plain: tuple[DecodeStats, ...]
@@ -96,7 +96,7 @@ class PairedRuns:
 
     @property
     def ratios(self) -> list[float]:
-        """Tokens per second with drafts / without, per pair of neighbouring runs: a machine's speed drifts."""
+        """Tokens per second with drafts / without, for each pair of adjacent runs, because a machine's speed drifts."""
         return [drafted.tokens_per_second / plain.tokens_per_second for drafted, plain in zip(self.drafted, self.plain, strict=True)]
 
     @property
@@ -112,10 +112,10 @@ class PairedRuns:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The energy of all runs without and with drafts, and the load by other programs right before the first run and meanwhile.
+    """The energy of all runs without and with drafts, and the load from other programs before the first run and during all runs.
 
-    `prompt_energy` is of the prompts of all runs, on both sides the same work: its joules per token are those per prompt token.
-    `meter_named`: the meter was asked for by its name, so that an estimate is shown however wide its range is.
+    `prompt_energy` covers the prompts of all runs, because prompts are the same work on both sides; its joules per token are per prompt
+    token. `meter_named` says that the user named the meter, so that an estimate is shown however wide its range is.
     """
 
     plain_energy: RunEnergy
@@ -127,7 +127,7 @@ class Conditions:
 
     @property
     def energy_is_comparable(self) -> bool:
-        """Whether both sides have joules per token to show: of a meter, or estimates that were asked for or whose ranges do not overlap."""
+        """Whether to show the joules per token of both sides: measured ones, requested estimates, or estimates that do not overlap."""
         plain, drafted = self.plain_energy.joules_per_token, self.drafted_energy.joules_per_token
         if plain is None or drafted is None:
             return False
@@ -142,7 +142,7 @@ class Conditions:
 
 
 class RunsInTurn:
-    """Runs requests without and with drafts, and keeps what they took; `watch` returns the energy measurement of one run.
+    """Runs requests without and with drafts, and keeps their figures. `watch` returns the energy measurement of one run.
 
     `show` gets a sentence if the machine is busy before the first run.
     """
@@ -163,7 +163,7 @@ class RunsInTurn:
             for piece in generation:
                 show(piece)
         energy.add_to(self._pools[drafting], generation.stats.tokens)
-        energy.add_prompt_to(self._prompts, generation.stats.prompt_tokens - 1)  # the last one is in the first round
+        energy.add_prompt_to(self._prompts, generation.stats.prompt_tokens - 1)  # the first round computes the last one
         self._stats[drafting].append(generation.stats)
         self._outputs.append(generation.tokens)
 
@@ -184,7 +184,7 @@ class RunsInTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(PairedRuns, Conditions):
-    """The runs of one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them."""
+    """The comparison for one prompt. `drafting` describes the draft lengths; `draft_length` is None if a policy chose them."""
 
     drafting: str
     draft_length: int | None
@@ -193,18 +193,20 @@ class Comparison(PairedRuns, Conditions):
 
     @property
     def follows_from_medians(self) -> bool:
-        """Whether the speed-up is the ratio of the median speeds of both sides to 5 %, as a reader of the table expects."""
+        """Whether the speed-up is within 5 % of the ratio of the median speeds, as a reader of the table expects."""
         plain, drafted = (statistics.median(stats.tokens_per_second for stats in runs) for runs in (self.plain, self.drafted))
         return abs(drafted / plain / self.speed_up - 1) <= 0.05
 
     @property
     def drafted_tokens(self) -> int:
-        """How many tokens all runs drafted; with 0, both sides did the same and the ratios are noise."""
+        """How many tokens all runs drafted. With 0, both sides did the same work and the ratios are noise."""
         return sum(stats.drafted for stats in self.drafted)
 
     def remarks(self) -> list[str]:
-        """Returns what the figures mean: whether drafts can change text, and why they may mean little: nothing was drafted, joules are
-        estimated or missing, or the machine was busy."""
+        """Returns what the figures mean: whether drafts can change text, and what limits the figures.
+
+        Limits are that nothing was drafted, that joules are estimated or missing, or that the machine was busy.
+        """
         sentences = [*([] if self.drafted_tokens else [NOTHING_DRAFTED]), self.rows.sentence()]
         if not self.follows_from_medians:
             sentences.append("the speed-up is the median of the ratios of neighbouring runs: the machine's speed changed between runs")
@@ -247,9 +249,9 @@ def compare_runs(
     meter_named: bool = False,
     waiting: Waiting = silent_wait,
 ) -> Comparison:
-    """Runs without and with drafts alternately, `repeats` times each; `show` gets the text of the first run of each kind.
+    """Runs without and with drafts alternately, `repeats` times each. `show` gets the text of the first run of each kind.
 
-    `draft_length` None leaves it to the session's settings; `watch` returns the energy measurement of one run, `meter_named` is that of
+    With `draft_length` None, the session's settings decide. `watch` returns the energy measurement of one run. `meter_named` is as in
     `Conditions`.
     """
     drafting = f"policy {session.settings.policy}" if draft_length is None else f"drafts of {draft_length}"
@@ -278,14 +280,14 @@ def compare_runs(
 
 
 def _missing(energy: RunEnergy) -> str:
-    """Returns why a side has no figure; of a machine without a meter also what lists them."""
+    """Returns why a side has no figure. If the machine has no meter, also names the command that lists meters."""
     if energy.facts is not None:
         return ": ".join(energy.row())
     return f"energy was not measured: {energy.sentence()}; edge-devices meters lists what this machine has"
 
 
 def _energy_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Returns the rows of the figures that there are: a remark says why one is missing."""
+    """Returns the rows of the existing figures. A remark says why one is missing."""
     plain, drafted, prompt = comparison.plain_energy, comparison.drafted_energy, comparison.prompt_energy
     rows = [_energy_row(comparison)] if None not in (plain.joules_per_token, drafted.joules_per_token) else []
     return rows if prompt.joules_per_token is None else [*rows, _prompt_energy_row(comparison)]
@@ -294,7 +296,7 @@ def _energy_rows(comparison: Comparison) -> list[tuple[str, str, str]]:
 def _prompt_energy_row(comparison: Comparison) -> tuple[str, str, str]:
     energy = comparison.prompt_energy
     assert energy.joules_per_token is not None
-    if energy.kind == "estimate" and energy.joules_per_token.low <= 0 and not comparison.meter_named:  # as where two ranges overlap
+    if energy.kind == "estimate" and energy.joules_per_token.low <= 0 and not comparison.meter_named:  # as for two ranges that overlap
         return "energy, J/prompt token", "not determined", "-"
     name = "J/prompt token, an ESTIMATE" if energy.kind == "estimate" else "energy, J/prompt token"
     return name, energy.figure().partition(" (")[0], "the same"
@@ -347,7 +349,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def devices_table(comparisons: dict[str, Comparison]) -> Table:
-    """Returns a table of medians with a column for each device. They ran one after the other, not in turn."""
+    """Returns a table of medians with a column for each device. The devices ran one after the other, not in turn."""
     from rich.table import Table
 
     def row(name: str, cell: Callable[[Comparison], str]) -> None:

@@ -1,4 +1,4 @@
-"""`edge-run demo`: several kinds of text with accepted drafts in colour, beside plain decoding, and one sentence at the end."""
+"""`edge-run demo`: streams several kinds of text with accepted drafts in colour, compares with plain decoding, ends with a sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edge_runtime.session.session import Session
 from edge_runtime.text.channels import ChannelParser, Event, Text
 from edge_runtime.text.chat_template import answering_template, is_instruction_tuned
 
-# Continued by a model of plain text.
+# Texts that a model without instruction tuning continues.
 TEXTS = {
     "code": """class Stack:
     \"\"\"A last-in, first-out stack.\"\"\"
@@ -59,7 +59,7 @@ TEXTS = {
     def test_pop(self):
 """,
 }
-# Answered by a model that is tuned to.
+# Messages that an instruction-tuned model answers.
 MESSAGES = {
     "code": "Write a Python class for a stack with push, pop and peek.",
     "prose": "Tell the story of a lighthouse keeper in one paragraph.",
@@ -67,7 +67,7 @@ MESSAGES = {
     "JSON": "Describe three planets as a JSON array with name, radius in km and number of moons.",
     "edit": 'Correct the spelling, change nothing else: "Their are to many peple who beleive that speling dosnt matter."',
 }
-# At lower temperatures a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
+# At lower temperatures, a small model soon repeats itself, which is too easy to draft. The seed makes texts comparable.
 SAMPLING = SamplingParams(temperature=0.5, top_p=0.95, repetition_penalty=1.1, seed=7)
 TOKENS = 72
 
@@ -81,7 +81,7 @@ class KindResult(PairedRuns):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult(Conditions):
-    """All kinds of text."""
+    """The results of all kinds of text."""
 
     kinds: tuple[KindResult, ...]
 
@@ -98,7 +98,7 @@ class DemoResult(Conditions):
         return f"{self.speed_up:.2f} times as fast as without drafts ({ratios[0]:.2f} to {ratios[-1]:.2f} by kind of text), {equal}"
 
     def energy_sentence(self) -> str:
-        """Returns how many times the joules per token drafts take; empty where that is not known."""
+        """Returns a sentence about joules per token with drafts and without; an empty string if that is not known."""
         plain, drafted = self.plain_energy, self.drafted_energy
         if not self.energy_is_comparable or plain.joules_per_token is None or drafted.joules_per_token is None:
             return ""
@@ -121,7 +121,7 @@ class DemoResult(Conditions):
 
 
 class Demo:
-    """Runs the kinds of text that suit the bundle; `write` gets text with colours, `watch` returns the energy measurement of one run."""
+    """Runs the kinds of text that suit the bundle. `write` gets coloured text; `watch` returns the energy measurement of one run."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Demo:
         self._template = answering_template(session.bundle, session.vocabulary)
 
     def run(self) -> DemoResult:
-        """Streams each kind once with drafts, then measures it without and with drafts in turn."""
+        """Streams each kind of text once with drafts, then measures it without and with drafts in turn."""
         runs = RunsInTurn(self._watch, self._write)
         manifest = self._session.bundle.manifest
         what = f": {printable(manifest.description)}" if manifest.description else ""
@@ -166,7 +166,7 @@ class Demo:
         return self._session.generate(sent, max_tokens=self._max_tokens, draft_length=length, sampling=SAMPLING)
 
     def _coloured(self, generation: Generation) -> Iterator[str]:
-        """Yields the answer's text, in colour where drafts were accepted."""
+        """Yields the answer's text, with accepted drafts in colour."""
         parser = ChannelParser(self._session.vocabulary, self._template.stop if self._template else (), prompt=generation.prompt)
         for round_done in generation.rounds():
             for number, token in enumerate(round_done.tokens):
@@ -211,4 +211,4 @@ def demo(bundle: Path, runs: RunOptions, opening: Opening) -> None:
     click.echo("\n" + click.style(wrapped(f"{result.sentence()}.", sys.stdout), bold=True))
     if joules := result.energy_sentence():
         click.echo(wrapped(f"{joules}.", sys.stdout))
-    click.echo(f"Next: {following}")  # a command is copied: no line is broken in it
+    click.echo(f"Next: {following}")  # not wrapped, so that the command can be copied

@@ -1,4 +1,4 @@
-"""`edge-run doctor`, which shows what works on this machine, and `edge-run tune`, which measures what sessions otherwise learn."""
+"""`edge-run doctor`, which shows what works on this machine, and `edge-run tune`, which measures what sessions would otherwise learn."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tune(bundle: Path, opening: Opening) -> None:
 
 
 def tuned_lines(session: Session, costs: Costs) -> list[str]:
-    """Returns what was measured: the backend, and seconds (joules, if these are minimized) of verifies and of a draft."""
+    """Returns what was measured: the backend, and the time (or the energy, if that is minimized) of verifies and of a draft."""
     unit = "mJ" if session.settings.objective == "energy" else "ms"
     verifies = ", ".join(f"{rows}: {1000 * costs.verify(rows):.3g}" for rows in _ROWS if rows <= session.settings.longest_draft + 1)
     title = CARDS[session.backend].title if session.backend in CARDS else session.backend
@@ -91,14 +91,14 @@ EXTRAS = {
     "optimum": "optimum-cli export edge",
     "report": "plots of edge-bench run --html",
 }
-# What only a machine with such a device needs is not among the extras that the doctor proposes.
+# Extras that only machines with a certain device need. The doctor does not propose them.
 _OF_DEVICES = {"openvino", "qnn"}
 _COMPILED_BY = {"cmake": ("cmake",), "a C++ compiler": ("c++", "g++", "clang++")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """An extra of the package: versions of its installed packages, and its missing requirements."""
+    """An extra of the package, with the versions of its installed requirements and its missing requirements."""
 
     name: str
     purpose: str
@@ -113,10 +113,13 @@ class Extra:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The findings. `backends`: what `ask_backend` returned, None if the library is not installed; `build_tools`: path or None; `choices`:
-    which backend is faster for bundles of both formats; `cache_files`: path, bytes, entries; `cache_refused`: files that are not used;
-    `packed_files` and `packed_bytes`: how many files of packed weights there are, and their size.
-    `package`: the device package this runs in, if any, of whose files `package_faults` are missing or changed."""
+    """The findings.
+
+    `backends` has the results of `ask_backend`; None if the library is not installed. `build_tools` has the path of each tool, or None.
+    `choices` says which backend is faster for bundles with both formats. `cache_files` has path, bytes and entries of each file;
+    `cache_refused` has the files that are not used. `packed_files` and `packed_bytes` are the number and size of files with packed weights.
+    `package` is the device package in which this runs, if any; its files in `package_faults` are missing or changed.
+    """
 
     version: str
     python: str
@@ -138,17 +141,17 @@ class Diagnosis:
 
     @property
     def ready(self) -> bool:
-        """Returns whether some backend can run bundles."""
+        """Whether some backend can run bundles."""
         return any(answer is not None and "error" not in answer for answer in self.backends.values())
 
     @property
     def install(self) -> str | None:
-        """Returns the line that installs the extras with something missing, but those of devices; None if nothing is, or in a package."""
+        """The command that installs incomplete extras, except those of devices; None if none is incomplete, or in a device package."""
         if self.package is not None:
             return None
         missing = [extra.name for extra in self.extras if extra.missing and extra.name not in _OF_DEVICES]
         if "export" in missing and "export-onnx" in missing:
-            missing.remove("export-onnx")  # a part of it
+            missing.remove("export-onnx")  # it is a part of export
         return f"{shlex.quote(self.executable)} -m pip install '{DISTRIBUTION}[{','.join(missing)}]'" if missing else None
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +186,7 @@ class Diagnosis:
 
 
 def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_backend) -> Diagnosis:
-    """Examines Python, packages, backends (in child processes), meters, machine and caches; changes nothing. Raises BackendError."""
+    """Examines Python, packages, backends (in child processes), meters, machine and caches. Changes nothing. Raises BackendError."""
     try:
         version, requirements = metadata.version(DISTRIBUTION), metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -198,7 +201,7 @@ def diagnose(system: System, ask: Callable[[BackendKind], dict[str, Any]] = ask_
         device=detect_device(system),
         backends={kind: ask(kind) if find_spec(card.library) is not None else None for kind, card in CARDS.items()},
         build_tools={tool: next((path for name in names if (path := shutil.which(name))), None) for tool, names in _COMPILED_BY.items()},
-        # Of what nothing is required here, as by a device package for what no package holds, nothing can be said.
+        # Extras without requirements on this machine are left out; there is nothing to report about them.
         extras=tuple(extra for name, purpose in EXTRAS.items() if (extra := _extra(name, purpose, requirements)).is_required),
         choices=tuple(cached_choices()),
         meters=tuple(find_meters(system)),
@@ -256,7 +259,7 @@ def show_diagnosis(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
 
 def verdict(diagnosis: Diagnosis) -> str:
-    """Returns in one sentence whether bundles can run here, and on what."""
+    """Returns in one sentence whether bundles can run here, and what is broken."""
     if not diagnosis.ready:
         return f"No bundle can run here yet: a backend ({' or '.join(BACKENDS)}) is missing."
     broken = [what for what, state, _ in rows(diagnosis) if state == "broken"]

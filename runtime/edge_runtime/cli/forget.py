@@ -1,4 +1,4 @@
-"""`edge-run forget`: removes the texts of a user that edge-run has kept, and packed weights."""
+"""`edge-run forget`: removes the user's texts that edge-run has stored, and packed weights."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def forget(folder: Path | None, as_json: bool) -> None:
 
 
 def _forgotten_weights(folder: Path) -> dict[str, Any]:
-    """Removes the packed weights in a folder; returns it, and how many files and bytes went."""
+    """Removes the packed weights in a folder. Returns the folder, and how many files and bytes were removed."""
     with errors_as(RequestError, f"the packed weights in {folder} cannot be removed", "remove the folder"):
         files, size = packed_cache.empty(folder)
     return {"folder": str(folder), "files": files, "bytes": size}
 
 
 def _forgotten_history(path: Path) -> str | None:
-    """Removes what was typed in chats; returns the file, None if there was none."""
+    """Removes the file of messages typed in chats. Returns its path; None if there was no file."""
     with errors_as(RequestError, f"the history of chats {path} cannot be removed", "remove it yourself"):
         try:
             path.unlink()

@@ -1,4 +1,4 @@
-"""`edge-run generate`: text after one PROMPT. The text goes to standard output, everything else to standard error."""
+"""`edge-run generate`: generates text after one PROMPT. The text goes to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def generate(
             sent.sent,
             max_tokens=output.max_tokens or (RUN_TOKENS if sent.template is None else MAX_TOKENS),
             draft_length=opening.draft_length,
-            # Stock kernels compute rows with other last bits in pieces of other lengths.
+            # Standard kernels compute rows with other last bits in pieces of other lengths.
             reuse_prefix=session.row_kernels is not None,
             on_round=explain_round(session, opening) if output.explain else None,
             sampling=sampling,
@@ -147,7 +147,7 @@ def explain_round(session: Session, opening: Opening) -> Explain:
 
 
 def check_again(session: Session, generation: Generation) -> LosslessReport:
-    """Runs the same request without drafts and compares, which takes as long again."""
+    """Runs the same request without drafts and compares the tokens. This takes as long again."""
     with terminal_wait("the same again without drafts"):
         return check_lossless(session, generation)
 
@@ -173,11 +173,11 @@ def figures(session: Session, generation: Generation, energy: RunEnergy, lossles
 
 
 def print_figures(session: Session, generation: Generation, energy: RunEnergy, lossless: LosslessReport | None) -> None:
-    """Prints them on standard error, after remarks."""
+    """Prints remarks, then the figures, on standard error."""
     for sentence in remarks(generation):
         note(sentence)
     note(summary(generation.stats, session.drafter_kind))
-    if energy.facts is not None or energy.reason != NO_METER:  # of a machine without a meter there is nothing to say each time
+    if energy.facts is not None or energy.reason != NO_METER:  # a machine without a meter is not mentioned each time
         note(": ".join(energy.row()))
     if not generation.complete:
         note("the text ended before the grammar was complete; raise --max-tokens, or leave --stop out")

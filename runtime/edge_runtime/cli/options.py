@@ -1,4 +1,4 @@
-"""What the commands of edge-run share: the bundle and how it is opened, the energy of what runs on it, and sampling."""
+"""What the commands of edge-run share: the options of opening a bundle, of measuring energy, and of sampling."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ from edge_runtime.text.constraints import MAX_SCHEMA_BYTES, ConstraintSource, Gb
 
 @dataclass(frozen=True, kw_only=True)
 class Energy:
-    """The meter of a command's runs. `power` is the watts per phase for the objective energy; None if unknown. `named`: somebody asked for
-    this meter by its name.
+    """The meter of a command's runs. `power` is the watts per phase for the objective energy; None if unknown.
+
+    `named` says that the user named this meter.
     """
 
     system: System
@@ -56,7 +57,7 @@ class Energy:
     named: bool = False
 
     def or_estimate(self) -> Energy:
-        """Returns the same with the power model of the device's profile where there is no meter; without one, the reason says why."""
+        """Returns this meter, or an estimate by the power model of the device's profile. If there is neither, the reason says why."""
         if self.meter is not None:
             return self
         try:
@@ -80,7 +81,7 @@ def unwatched() -> EnergyWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyOptions:
-    """The options of commands that name a meter or the watts of a machine."""
+    """The options that name a meter, or a file with the machine's watts."""
 
     meter: str | None = option(
         metavar="NAME",
@@ -95,7 +96,7 @@ class EnergyOptions:
     )
 
     def open(self, notify: Callable[[str], None], tuning: TuningConfig) -> Energy:
-        """Opens the meter. Raises MeterError if the named one cannot be used, and a usage error for watts without a use."""
+        """Opens the meter. Raises MeterError if the named meter cannot be used, and a usage error for watts that would have no use."""
         if self.phase_power is not None and tuning.objective == "time":
             raise click.UsageError("--phase-power is for --objective energy; leave one of them out")
         system = System()
@@ -128,7 +129,7 @@ class PromptCacheOptions:
     )
 
     def folder(self) -> Path | None:
-        """Returns the folder, None for none: where it is off, or the user has no home folder."""
+        """Returns the folder; None if the cache is off or the user has no home folder."""
         if self.prompt_cache is not None:
             return None if self.prompt_cache == "off" else Path(self.prompt_cache)
         with contextlib.suppress(EdgeError):
@@ -137,7 +138,7 @@ class PromptCacheOptions:
 
 
 def energy_record(energy: RunEnergy) -> dict[str, Any]:
-    """Returns the energy part of a run's JSON: null and the reason if there is no figure per token."""
+    """Returns the energy part of a run's JSON: null and the reason if there are no joules per token."""
     if energy.joules_per_token is None:
         return {"energy": None, "energy_reason": energy.sentence()}
     return {"energy": energy.to_json()}
@@ -151,18 +152,18 @@ TUNING = ("draft_length", "objective")
 
 
 class BundlePath(click.Path):
-    """A path argument, as `pathlib.Path`. Shell completion offers matching bundles; folders if there are none."""
+    """A `pathlib.Path` argument. Shell completion offers matching bundles; folders if there are none."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        """Returns the bundles, or lets the shell complete folders: click's bash code would drop bundles beside folders."""
+        """Returns the bundles, or else lets the shell complete folders. Not both: click's bash code would drop the bundles."""
         return matching_bundles(incomplete) or [CompletionItem(incomplete, type="dir")]
 
 
 def matching_bundles(incomplete: str) -> list[CompletionItem]:
-    """Returns the bundles whose paths begin with a text."""
+    """Returns the bundles whose paths begin with `incomplete`."""
     parent, _, start = incomplete.rpartition("/")
     folder = parent + "/" if incomplete.startswith("/") or parent else ""
     try:
@@ -181,17 +182,17 @@ def refuse_threads(count: int | None) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a message to standard error; at a terminal long lines are broken between words."""
+    """Prints a message to standard error. At a terminal, long lines are broken between words."""
     click.echo(wrapped(text, sys.stderr), err=True)
 
 
 def wrapped(text: str, stream: TextIO | None) -> str:
-    """Returns the text for a stream: at a terminal long lines are broken between words."""
+    """Returns the text for a stream. For a terminal, long lines are broken between words."""
     if stream is None or not stream.isatty():
         return text
     width = shutil.get_terminal_size().columns
     fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
-    # Codes of colours take no place.
+    # Colour codes take no room.
     return "\n".join(line if len(click.unstyle(line)) <= width else fill(line) for line in text.split("\n"))
 
 
@@ -209,7 +210,7 @@ class Opening:
         return self.tuning.draft_length
 
     def options(self, monitoring: MonitorOptions | None = None, *, warn: bool = True, measure: bool = False) -> LoadOptions:
-        """Returns the options of `open_session`; unless `warn`, nothing is printed about rejected drafts."""
+        """Returns the options of `open_session`. Unless `warn`, nothing is printed about rejected drafts."""
         tuned = SpeculativeConfig(tuning=self.tuning)
         file = self.load.config
         return replace(
@@ -223,7 +224,7 @@ class Opening:
         )
 
     def _warn(self, event: Event) -> None:
-        # Whoever chose the draft length can choose another one. A policy heeds rejected drafts itself, so nobody has to act.
+        # A user who chose the draft length can choose another one. A policy reacts to rejected drafts itself, so users need no warning.
         if event.kind != "rejection" or self.draft_length is not None:
             note(f"\nwarning: {event.sentence}")
 
@@ -236,9 +237,10 @@ class Opening:
 def opens_bundle(
     *further: str, tuning: Sequence[str] = TUNING, energy: Sequence[str] = ("meter", "phase_power"), prompt_cache: bool = False
 ) -> Callable[[Decorated], Decorated]:
-    """Returns a decorator that adds the argument BUNDLE and the options of opening it to a command, whose body receives an `Opening`.
+    """Returns a decorator that adds the options of opening a bundle to a command, whose body receives an `Opening`.
 
-    `further` are fields of LoadOptions; `tuning` and `energy` those of TuningConfig and EnergyOptions. `prompt_cache`: it keeps prompts.
+    `further` names more fields of LoadOptions; `tuning` and `energy` name fields of TuningConfig and EnergyOptions. `prompt_cache` adds
+    the options of the prompt cache.
     """
 
     def add(command: Decorated) -> Decorated:
@@ -258,7 +260,7 @@ def opens_bundle(
 
 
 def with_policy(tuning: TuningConfig) -> TuningConfig:
-    """Returns the tuning with a given draft length for every round. Raises a usage error if an objective chooses the length."""
+    """Returns the tuning with the policy that drafts a given length in every round. Raises a usage error for the objective energy."""
     if tuning.draft_length is None:
         return tuning
     if tuning.objective == "energy":
@@ -272,7 +274,7 @@ def takes_sampling(command: Decorated) -> Decorated:
 
 
 def sampling_of(sampling: SamplingParams, bundle: Bundle) -> SamplingParams:
-    """Returns the bundle's sampling where the command line says nothing, and prints what that is."""
+    """Returns the sampling: values that the command line does not give come from the bundle. Prints the result if they changed it."""
     named = given_options(click.get_current_context())
     chosen = over_defaults(sampling, named, default_sampling(bundle.manifest.generation, GREEDY_PARAMS))
     if chosen != sampling:
@@ -281,14 +283,14 @@ def sampling_of(sampling: SamplingParams, bundle: Bundle) -> SamplingParams:
 
 
 def refuse_greedy_filters(sampling: SamplingParams) -> None:
-    """Raises a usage error for options that only matter where tokens are drawn."""
+    """Raises a usage error for sampling filters without effect at temperature 0."""
     if sampling.temperature == 0 and (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
         raise click.UsageError("--top-k, --top-p and --min-p have no effect at temperature 0; give --temperature too")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextLimits:
-    """What the text may be, and where it ends."""
+    """Which text is allowed, and where it ends."""
 
     json_schema: str | None = option(metavar="FILE|JSON", panel="Text", help="Generate only JSON that matches this schema.")
     grammar: Path | None = option(metavar="FILE", panel="Text", help="Generate only text that this GBNF grammar allows.")

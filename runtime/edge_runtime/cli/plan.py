@@ -1,4 +1,4 @@
-"""`edge-run plan`: predicted memory, speed and energy of a pair on a device, and the same measured here."""
+"""`edge-run plan`: predicts memory, speed and energy of a pair on a device, and measures them on this machine on request."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from edge_runtime.session.self_checks import square, time_image
 from edge_runtime.session.session import Session
 
 PROMPT = "def area(width, height):\n"
-WIDE = 3.0  # highest / lowest speed of a plan from which one measurement says more than the plan
+WIDE = 3.0  # from this ratio of highest to lowest predicted speed on, the plan advises to measure
 MEASURE_REPEATS = 3
 PREFILL_TOKENS, DECODE_TOKENS = 256, 64
-# What a decision needs beside the verdict.
+# Names of the rows that a decision needs, in addition to the verdict.
 _DECIDING = ("memory", "anonymous", "of files", "first token", "plain", "drafted", "draft length")
 _Row = tuple[str, str, Range, float | None]  # name, unit, prediction, measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What a plan is for. `profile` None is this machine."""
+    """What to plan for, and what to print. `profile` None is this machine."""
 
     profile: str | None = option(
         metavar="NAME",
@@ -84,7 +84,7 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
     elif accelerator is not None and accelerator.lower() not in KINDS:
         raise RequestError(f"a profile has the devices {CPU}, {', '.join(KINDS)}, and none named {accelerator!r}; choose one of them")
     measured = None
-    # First, as the probes of the machine's speed take memory of their own.
+    # Measured first, because the probes of the machine's speed take memory too.
     if options.measure:
         with opening.session(bundle) as session:
             measured = measure_plan(session, prompt)
@@ -104,9 +104,10 @@ def plan(bundle: Path, prompt: str, options: PlanOptions, opening: Opening) -> N
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians: speeds in tokens per second, seconds per draft step and per verify of 1, 2, ... rows, mean tokens drafted per round.
+    """Medians of measurements. Speeds are in tokens per second; `draft_length` is the mean number of drafted tokens per round.
 
-    `memory_bytes` is the peak of the process; `image_seconds` are those of the encode phase and of the prefill of an image.
+    `memory_bytes` is the peak of the process. `verify_seconds` has the time of a verify of 1, 2, ... rows. `image_seconds` has the seconds
+    to encode and to prefill an image.
     """
 
     memory_bytes: int
@@ -122,7 +123,7 @@ class Measured:
 def measure_plan(session: Session, prompt: str) -> Measured:
     """Measures what a plan predicts: prefill, draft steps, verifies, and requests with and without drafts in turn.
 
-    Leaves the KV cache empty.
+    Empties the KV cache.
     """
     target = session.target
     token = max(session.vocabulary.encode(prompt))
@@ -159,7 +160,7 @@ def measure_plan(session: Session, prompt: str) -> Measured:
 
 
 def _image_seconds(session: Session) -> tuple[float, float] | None:
-    """Medians of the encode phase and of the prefill, scaled to the plan's number of rows; None without an encoder or room for an image."""
+    """Returns the median seconds to encode and to prefill an image of the plan's size; None without an encoder or room for it."""
     if session.bundle.manifest.media is None or session.target.context < DEFAULT_BUDGET + DECODE_TOKENS:
         return None
     timings = [time_image(session, square(DEFAULT_BUDGET, seed)) for seed in range(MEASURE_REPEATS + 1)]
@@ -169,7 +170,7 @@ def _image_seconds(session: Session) -> tuple[float, float] | None:
 
 
 def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool, how: bool) -> None:
-    """Prints the plan and, if there is one, the measurement."""
+    """Prints the plan, and the measurement if there is one."""
     if as_json:
         record = {"plan": plan.to_json()} | ({} if measured is None else {"measured": asdict(measured)})
         click.echo(json.dumps(record, ensure_ascii=False))
@@ -179,13 +180,13 @@ def show_plan(plan: SpeedPlan, measured: Measured | None, *, as_json: bool, how:
 
 
 def short_lines(plan: SpeedPlan) -> list[str]:
-    """Returns the verdict and the figures that a decision needs, as text."""
+    """Returns lines with the verdict and the figures that a decision needs."""
     shown = [_row_line(row) for row in _rows(plan, None) if row[0] in _DECIDING]
     return [*_verdict(plan), *shown, "  The brackets hold the range; --how prints every figure and how it was derived."]
 
 
 def plan_lines(plan: SpeedPlan, measured: Measured | None = None) -> list[str]:
-    """Returns the plan as text: each figure with its range, its measurement and deviation, then how each was derived."""
+    """Returns the plan as lines: each figure with its range, its measurement and deviation, then how each was derived."""
     lines = [*_verdict(plan), *map(_row_line, _rows(plan, measured))]
     lines.append(_joules_line("J/token", plan.joules_per_token))
     lines.append(_joules_line("J/prompt tok", plan.joules_per_prompt_token))
@@ -250,7 +251,7 @@ def _row_line(row: _Row) -> str:
 
 
 def _narrower(plan: SpeedPlan) -> str:
-    """Returns what to measure if a predicted speed may be off by more than a factor of WIDE; empty if none may."""
+    """Returns advice to measure if the range of a predicted speed is wider than a factor of WIDE; otherwise an empty string."""
     speeds = {"prefill": plan.prefill, "plain": plan.plain, "drafted": plan.drafted}
     name, widest = max(speeds.items(), key=lambda item: item[1].high / item[1].low)
     if widest.high < WIDE * widest.low:
@@ -261,7 +262,7 @@ def _narrower(plan: SpeedPlan) -> str:
 
 
 def _first_token(plan: SpeedPlan) -> tuple[str, str, Range, None]:
-    """Returns the row of the first token, in minutes from two on."""
+    """Returns the row of the first token, in seconds; from two minutes on, in minutes."""
     seconds, prompt = plan.first_token_seconds, f"after a prompt of {plan.prompt_tokens} tokens"
     if seconds.middle < 120:
         return "first token", f"s {prompt}", seconds, None

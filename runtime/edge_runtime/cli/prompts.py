@@ -1,4 +1,4 @@
-"""What a user names on the command line of edge-run: a bundle, also by a hub name, and PROMPT, as bare text or as a message."""
+"""The arguments of edge-run's commands: BUNDLE, which may be a hub name, and PROMPT, which is sent as bare text or as a message."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from edge_runtime.text.channels import ChannelParser, Event, Text, after_thought
 from edge_runtime.text.chat_template import ROLE, ChatTemplate, bundle_template, is_instruction_tuned
 from edge_runtime.text.constraints import ConstraintSource
 
-# The bundle of a hub name, such as google/gemma-4-E2B-it: exported once into the user's cache by `edge-export`, after asking the user.
+# A hub name such as google/gemma-4-E2B-it stands for a bundle that `edge-export` makes once in the user's cache, after asking the user.
 
-# The exporter is a package of its own, which this one does not import.
+# Runs the exporter as a command, because this package does not import it.
 _EXPORT = (sys.executable, "-P", "-c", "from edge_devices.entry_points import edge_export; edge_export()")
 
 
 def hub_bundle(name: Path) -> Path:
-    """Returns the folder of the bundle made of a hub name; `name` itself where it is a path, or where nobody is there to ask.
+    """Returns the folder of the bundle for a hub name, exported if necessary.
 
-    So it is in a device package, too, which has no exporter.
+    Returns `name` itself if it is a path, if there is no terminal to ask the user, or in a device package, which has no exporter.
 
-    On a terminal the plan is shown first: whether it fits this machine, and what it takes. Ends the command if the answer is no, or
-    with the exit code of a failed export.
+    On a terminal, the plan is shown first: whether the model fits this machine, and what the export takes. Ends the command if the answer
+    is no, or with the exit code of a failed export.
     """
     if name.exists() or hub_repository(str(name)) is None:
         return name
@@ -56,14 +56,14 @@ def hub_bundle(name: Path) -> Path:
     return folder
 
 
-# Limit for one prompt or turn from standard input, in characters; more than any context holds.
+# The most characters of a prompt or turn from standard input; more than any context holds.
 MAX_INPUT = 16 << 20
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageOptions:
-    """How PROMPT is sent. `raw` is None if nobody chose. Raises a usage error for options that contradict each other."""
+    """How PROMPT is sent. `raw` is None if the user did not choose. Raises a usage error for options that contradict each other."""
 
     system: str | None = option("-s", panel="Messages", help="The system message, which goes through the chat template.")
     thinking: bool = option(
@@ -93,7 +93,7 @@ class MediaFiles:
     )
 
     def read(self, session: Session, rows: int) -> list[Media]:
-        """Returns the files' contents, images with at most `rows` soft rows. Raises RequestError for what the bundle cannot take."""
+        """Returns the files' contents; an image has at most `rows` soft rows. Raises RequestError if the bundle cannot take them."""
         if (self.images or self.sounds) and session.bundle.manifest.media is None:
             raise RequestError("this bundle has no encoder of images and sound; export it again with --media f16")
         return [*(read_image(path, rows) for path in self.images), *map(read_sound, self.sounds)]
@@ -108,14 +108,14 @@ class SentPrompt:
     thinking: bool = False
 
     def constraint(self, session: Session, constraint: ConstraintSource | None) -> ConstraintSource | None:
-        """Returns the constraint of the answer; in a message's answer it applies after the thoughts."""
+        """Returns the constraint of the answer. For a message, it applies after the thoughts."""
         if self.template is None or isinstance(self.sent, str):
             return constraint
         ids = self.sent.ids if isinstance(self.sent, MediaPrompt) else self.sent
         return after_thoughts(constraint, session.vocabulary, ids, thinking=self.thinking)
 
     def text(self, session: Session, generation: Generation, stop: Sequence[str]) -> Iterator[str]:
-        """Yields the answer piece by piece; of a message's answer without its thoughts. A tool call is text, as no tools are declared."""
+        """Yields the answer in pieces, for a message without thoughts. A tool call is text, because no tools are declared."""
         if self.template is None:
             yield from generation
             return
@@ -142,12 +142,12 @@ def read_prompt(prompt: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text that is safe to print at a terminal: control characters but tab and line feed are replaced."""
+    """Returns a text that is safe to print at a terminal: control characters, except tab and line feed, are replaced."""
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def sent_prompt(session: Session, prompt: str, options: MessageOptions, *, media: Sequence[Media] = ()) -> SentPrompt:
-    """Returns what PROMPT is sent as. Raises RequestError if the template refuses it."""
+    """Returns PROMPT in the form in which it is sent. Raises RequestError if the template refuses it."""
     chosen = not options.raw if options.raw is not None else options.system is not None or options.thinking
     if not (chosen or media) and (options.raw or not is_instruction_tuned(session.bundle, session.vocabulary)):
         return SentPrompt(sent=prompt, template=None)

@@ -27,7 +27,7 @@ from edge_runtime.session.self_checks import LosslessReport, check_lossless
 from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import answering_template
 
-# Tokens between two comparisons; each is drafted with another length.
+# Tokens of each compared piece. The draft length changes from piece to piece.
 _PIECE = 50
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12)
 
@@ -46,9 +46,9 @@ class ProveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was compared: rows of logits, and texts with drafts of several lengths against plain decoding.
+    """What was compared: rows of logits, and pieces of text with drafts of several lengths against plain decoding.
 
-    Half of the texts are greedy. The others are sampled with the seeds of `sampled_seeds`.
+    Half of the pieces are greedy. The others are sampled with the seeds in `sampled_seeds`.
     """
 
     rows: RowEquality
@@ -65,11 +65,11 @@ class Proof:
 
     @property
     def equal(self) -> int:
-        """How many of them are those of plain decoding; behind a first difference none counts."""
+        """How many tokens equal those of plain decoding. None counts after the first difference of a piece."""
         return sum(report.tokens if report.equal else report.position or 0 for report in self.reports)
 
     def sentences(self) -> list[str]:
-        """Returns the result for people, the worst last."""
+        """Returns the result as sentences, with the differences last."""
         share = f", {self.accepted / self.drafted:.0%} of {self.drafted} drafts accepted" if self.drafted else ", nothing was drafted"
         result = f"{self.equal:,} of {self.tokens:,} tokens are those of plain decoding{share}"
         if self.sampled_seeds:
@@ -92,7 +92,7 @@ class Proof:
 
 
 def proof(session: Session, tokens: int, waiting: Waiting) -> Proof:
-    """Lets five kinds of text grow by turns with drafts of all lengths, each piece compared with plain decoding of the same piece."""
+    """Extends five kinds of text in turn, with drafts of all lengths, and compares each piece with plain decoding."""
     begin, rows = time.perf_counter(), session.row_equality(waiting=waiting)
     template = answering_template(session.bundle, session.vocabulary)
     if template is None:
@@ -131,7 +131,7 @@ def proof(session: Session, tokens: int, waiting: Waiting) -> Proof:
 
 
 def _sampling(seed: int) -> SamplingParams:
-    """What Gemma 4's generation_config.json says, with a seed."""
+    """Returns the sampling of Gemma 4's generation_config.json, with a seed."""
     return SamplingParams(temperature=1.0, top_k=64, top_p=0.95, seed=seed)
 
 

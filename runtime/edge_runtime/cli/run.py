@@ -1,4 +1,4 @@
-"""`edge-run`: generates text from a bundle; each command is a file beside this one."""
+"""`edge-run`: runs bundles. Each command is a module beside this one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Examples:
 """
 
 
-# What people type who come from ollama, llama-cli or pip.
+# Commands that users of ollama, llama-cli or pip may type, with what to use instead.
 ELSEWHERE = {
     "run": "edge-run chat BUNDLE, or edge-run generate BUNDLE PROMPT",
     "list": "a bundle is a folder wherever you put it; edge-run chat FOLDER opens it",
@@ -57,7 +57,7 @@ ELSEWHERE = {
 
 
 class BundleFirst(PanelGroup):
-    """A group in which a bundle's path may stand in place of a command: alone for a chat, before PROMPT to generate."""
+    """A group in which a bundle's path may stand in place of a command. Alone it begins a chat; with a PROMPT it generates."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Returns the command that the first words mean. Raises a usage error for a word that is neither a command nor a folder."""
@@ -67,12 +67,12 @@ class BundleFirst(PanelGroup):
         try:
             values, _, _ = generate.make_parser(click.Context(generate)).parse_args(list(args))
         except click.UsageError:
-            values = {}  # as of an option of a chat
+            values = {}  # for example, an option that only chat has
         name = "generate" if isinstance(values.get("prompt"), str) else "chat"
         return name, self.commands[name], args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Returns commands and bundles; folders if there are neither."""
+        """Returns matching commands and bundles, or lets the shell complete folders if there are none."""
         from edge_runtime.cli.options import matching_bundles
 
         return [*super().shell_complete(ctx, incomplete), *matching_bundles(incomplete)] or [CompletionItem(incomplete, type="dir")]

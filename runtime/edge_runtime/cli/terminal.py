@@ -1,4 +1,4 @@
-"""The terminal of edge-run: Markdown while it streams, messages that are typed, and what is printed about a request."""
+"""The terminal of edge-run: streamed Markdown, typed messages, and what is printed about a request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING_DRAFTED = "nothing was drafted, so this says nothing about drafts (give 
 
 _RESET, _BOLD, _CODE, _HEADING = "\x1b[0m", "\x1b[1m", "\x1b[36m", "\x1b[1;4m"
 _ACCEPTED, _DEFAULT = "\x1b[32m", "\x1b[39m"
-# What may still become a fence, a heading or a bullet; it is held back until the next characters decide.
+# Text that may become a fence, a heading or a bullet. It is held back until the next characters decide.
 _UNDECIDED = re.compile(r" {0,3}(`{1,2}|`{3}[^\n]*|#{1,6})\Z| *[*+-]?\Z")
 _FENCE = re.compile(r" {0,3}```[^\n]*\n")
 # A style, the end of a line, spaces, or a part of a word.
@@ -40,22 +40,22 @@ _BULLET, _TITLE = re.compile(r"( *)[*+-] "), re.compile(r" {0,3}(#{1,6}) ")
 
 
 class MarkdownPainter:
-    """Adds a terminal's colours to text that arrives in pieces, and breaks its lines between words where `columns` end.
+    """Adds a terminal's colours to text that arrives in pieces, and breaks lines of more than `columns` cells between words.
 
-    Nothing but the marks of bold text, code and headings is removed. Code between fences keeps its lines. A word appears when it is
+    It removes only the marks of bold text, code and headings. Lines of code between fences are not broken. A word appears when it is
     complete.
     """
 
     def __init__(self, columns: int | None = None) -> None:
         self._columns = columns
-        # The cells of the line so far, the spaces behind them, and the word that may still grow.
+        # The cells of the line so far, the spaces after them, and the word that may still grow.
         self._cells, self._gap, self._word = 0, "", ""
-        self._held, self._accepted = "", list[bool]()  # text, and for each character whether an accepted draft brought it
+        self._held, self._accepted = "", list[bool]()  # text, and for each character whether it comes from an accepted draft
         self._at_line_start = True
         self._fenced = self._bold = self._code = self._heading = False
 
     def feed(self, text: str, *, accepted: bool = False) -> str:
-        """Returns the painted text that is final; what is `accepted` is green."""
+        """Returns the painted text that is final. Text of `accepted` drafts is green."""
         self._held += text
         self._accepted += [accepted] * len(text)
         return self._paint(final=False)
@@ -94,17 +94,17 @@ class MarkdownPainter:
                 self._gap += part
             else:
                 self._word += part
-        # Only here, so that a colour inside a word moves no part of it.
+        # Checked only after all parts, so that a colour inside a word does not split it.
         if cell_len(_STYLE.sub("", self._word)) >= self._columns:
             parts.append(self._placed())
         return "".join(parts)
 
     def _placed(self) -> str:
-        """Returns the word behind its spaces, or on a line of its own if it does not fit."""
+        """Returns the word after its spaces, or on a new line if it does not fit."""
         if not self._word or self._columns is None:
             return ""
         width = cell_len(_STYLE.sub("", self._word))
-        if not width:  # colours take no room, so the spaces before them wait for a word
+        if not width:  # only colours, which take no room: the spaces before them wait for a word
             placed, self._word = self._word, ""
             return placed
         fits = not self._cells or self._cells + len(self._gap) + width <= self._columns
@@ -134,7 +134,7 @@ class MarkdownPainter:
         return ""
 
     def _next(self) -> str:
-        """Consumes a mark, a line's end, or the text before the next of them."""
+        """Consumes a mark, a line break, or the text before the next one."""
         if self._held[0] == "\n":
             ended = self._bold or self._code or self._heading
             self._drop(1)
@@ -159,12 +159,12 @@ class MarkdownPainter:
         return painted
 
     def _parts(self, end: int) -> Iterator[tuple[bool, str]]:
-        """Yields the held text up to `end` in parts that accepted drafts brought or did not."""
+        """Yields the held text up to `end` in parts, each with whether it comes from accepted drafts."""
         for accepted, characters in groupby(zip(self._accepted[:end], self._held[:end], strict=True), key=itemgetter(0)):
             yield accepted, "".join(character for _, character in characters)
 
     def _drop(self, characters: int) -> None:
-        """Forgets the first held characters, which are painted or were marks."""
+        """Drops the first held characters, which were painted or were marks."""
         self._held, self._accepted = self._held[characters:], self._accepted[characters:]
 
     def _style(self) -> str:
@@ -173,19 +173,19 @@ class MarkdownPainter:
 
 PROMPT, MORE = "> ", "... "
 BLOCK = '"""'
-# Messages that are kept; the file is cut to these when it has twice as many.
+# How many messages are kept. The file is cut to this number when it has twice as many.
 MAX_MESSAGES = 1000
 _PASTE_SECONDS = 0.02
 
 
 def history_file() -> Path:
-    """Returns the file of the history, in the user's folder for state ($XDG_STATE_HOME, ~/.local/state)."""
+    """Returns the file of the history, in the user's state folder ($XDG_STATE_HOME, ~/.local/state)."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (state if state.is_absolute() else Path.home() / ".local" / "state") / "edge-mtp" / "chat-history.jsonl"
 
 
 class History:
-    """Typed messages in a file that only its user may read, a JSON string each. A file that cannot be used is left alone."""
+    """Typed messages in a file that only its user may read, one JSON string per line. A file that cannot be used is ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -207,11 +207,11 @@ class History:
 
 
 class TypedInput:
-    """Reads messages with line editing where readline is there; `history` None keeps none between starts.
+    """Reads messages, with line editing if readline is available. `history` None keeps no messages between starts.
 
-    A paste is one message. A line that ends with a backslash goes on in the next, and so does what begins with three quotes until three
-    quotes end it; with readline, Alt-Enter begins a new line, and Tab completes `commands`, which begin with a slash, and files. Lines that
-    were pasted before the first prompt are one message too.
+    A paste is one message, even before the first prompt. A message continues on the next line after a backslash at a line's end, and
+    between three quotes and three quotes. With readline, Alt-Enter begins a new line, and Tab completes files and `commands`, which begin
+    with a slash.
     """
 
     def __init__(self, history: History | None, commands: Sequence[str] = ()) -> None:
@@ -229,7 +229,7 @@ class TypedInput:
             if self._pastes_whole:
                 readline.parse_and_bind("set enable-bracketed-paste on")
                 readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')
-            # Words end at spaces alone, so that a command's slash and a path belong to one.
+            # Only spaces end a word, so that the slash of a command or path belongs to it.
             readline.set_completer_delims(" \t\n")
             readline.set_completer(self._completion)
             readline.parse_and_bind("bind ^I rl_complete" if "libedit" in (readline.__doc__ or "") else "tab: complete")
@@ -254,7 +254,7 @@ class TypedInput:
         return text
 
     def _completion(self, word: str, number: int) -> str | None:
-        """Returns the completion `number` of a word, None after the last: of a command at the line's start, else of a file."""
+        """Returns completion `number` of a word; None after the last. It completes commands at the line's start, else files."""
         line = self._readline.get_line_buffer().lstrip() if self._readline else word
         if line == word and word.startswith("/"):
             matches = [f"{command} " for command in self._commands if command.startswith(word)]
@@ -265,7 +265,7 @@ class TypedInput:
     def _line(self, prompt: str) -> str:
         """Returns a line, or all lines of a paste."""
         text = input(prompt)
-        # What was pasted before there was a prompt came without a paste's brackets.
+        # Text that was pasted before there was a prompt has no bracketed-paste marks.
         early, self._first = self._first, False
         while (early or not self._pastes_whole) and select.select([sys.stdin], [], [], _PASTE_SECONDS)[0]:
             try:
@@ -276,7 +276,7 @@ class TypedInput:
 
 
 def _files(beginning: str) -> list[str]:
-    """Returns the paths that begin like this, folders with a slash."""
+    """Returns the paths that begin with `beginning`; folders end with a slash."""
     path = Path(beginning).expanduser()
     folder, name = (path, "") if not beginning or beginning.endswith("/") else (path.parent, path.name)
     with contextlib.suppress(OSError, ValueError):
@@ -305,7 +305,7 @@ NONE = "-"
 
 
 def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
-    """Returns the figures of a request in one line; `drafter` is named if it drafted."""
+    """Returns a request's figures in one line. It names the `drafter` if that drafted."""
     parts = [
         f"{stats.tokens} tokens",
         f"{stats.tokens_per_second:.1f} tok/s",
@@ -323,7 +323,7 @@ def summary(stats: DecodeStats, drafter: DrafterKind) -> str:
 
 
 def short_summary(stats: DecodeStats, columns: int) -> str:
-    """Returns the figures of an answer in one line of a terminal; the last ones are left out where it is narrow."""
+    """Returns an answer's figures in one line of at most `columns`; the last figures are left out if they do not fit."""
     parts = [f"{stats.tokens} tokens", f"{stats.tokens_per_second:.1f} tok/s", f"{stats.mean_acceptance_length:.2f} tokens per step"]
     if stats.acceptance_rate is not None:
         parts.append(f"{stats.acceptance_rate:.0%} of drafts accepted")
@@ -334,7 +334,7 @@ def short_summary(stats: DecodeStats, columns: int) -> str:
 
 
 def greeting(session: Session) -> str:
-    """Returns what runs: model, quantization, backend, context and drafter."""
+    """Returns a line about what runs: model, quantization, backend, context and drafter."""
     architecture = session.bundle.manifest.architecture
     kinds = sorted({file.quantization for file in session.bundle.manifest.files if file.role == "target" and file.quantization})
     model = f"{architecture.family}, {architecture.parameters:,} parameters" + (f" in {' and '.join(kinds)}" if kinds else "")
@@ -343,12 +343,12 @@ def greeting(session: Session) -> str:
     return ", ".join(parts)
 
 
-# The exporter's command, where a screen of the shipped example ends.
+# The exporter's command that screens of the shipped example model suggest.
 EXAMPLE_THAT_ANSWERS = "edge-export reference --chat --output small-chat"
 
 
 def introduction(session: Session) -> list[str]:
-    """Returns what a user who begins a chat should know about a model that has a description: what it is, and which model can chat."""
+    """Returns lines for a user who begins a chat with an example model: what it is, and how to get a model that can chat."""
     if (description := session.bundle.manifest.description) is None:
         return []
     lines = [
@@ -361,7 +361,7 @@ def introduction(session: Session) -> list[str]:
 
 
 def remarks(generation: Generation) -> list[str]:
-    """Returns remarks for the user: that the context is full, and how much of the prompt cache was used."""
+    """Returns remarks for the user: that the context is full, and how much of the prompt came from the prompt cache."""
     sentences, stats = [], generation.stats
     if generation.finish_reason == "context":
         sentences.append(f"stopped: the context of {generation.target.context} tokens is full; raise --context or shorten the prompt")
@@ -371,10 +371,10 @@ def remarks(generation: Generation) -> list[str]:
 
 
 class Explain:
-    """Round callback that prints one line per round, after a line with the column names.
+    """A callback for rounds that prints one line for each, after a line with the column names.
 
-    `decision` returns the decision behind the latest round, None if the policy records none. Its costs are in seconds, or in joules if
-    the `objective` is energy.
+    `decision` returns the policy's decision for the latest round, or None if the policy records none. Its costs are in seconds, or in
+    joules if the `objective` is energy.
     """
 
     def __init__(self, decision: Callable[[], Decision | None], objective: str, write: Callable[[str], None]) -> None:
@@ -414,7 +414,7 @@ def _cells(number: int, done: Round, decision: Decision | None) -> list[str]:
 
 
 def _sources(done: Round) -> str:
-    """Returns the accepted tokens of each source, in order: "drafter 2, memory 4"."""
+    """Returns how many tokens of each source were accepted, such as "drafter 2, memory 4"."""
     return ", ".join(f"{source} {count}" for source, count in Counter(done.sources).items()) or NONE
 
 
