@@ -1,1 +1,1 @@
-"""`edge-bench`: measures what drafts gain on this machine. It writes raw records, from which all figures can be computed again."""
+"""`edge-bench`: measures what drafts gain. It writes raw records, from which all figures can be computed again."""

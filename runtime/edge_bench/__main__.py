@@ -1,4 +1,4 @@
-"""`python -m edge_bench`: the command where no script of it is installed."""
+"""`python -m edge_bench`: runs the command if its script is not installed."""
 
 from __future__ import annotations
 

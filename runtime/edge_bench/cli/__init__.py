@@ -1,1 +1,1 @@
-"""`edge-bench`, one file a command. Tables and JSON go to standard output, everything else to standard error."""
+"""The commands of `edge-bench`. Tables and JSON go to standard output, everything else to standard error."""

@@ -1,4 +1,4 @@
-"""`edge-bench devices`: measures on other machines: phones behind adb, hosts behind ssh, fleets of phones."""
+"""`edge-bench devices`: measures on other machines, which are phones over adb, hosts over ssh, or fleets of phones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STOPPED = "stopped; the run continues on the device, and --run NAME collects it"
 
 @dataclass(frozen=True, kw_only=True)
 class ReachOptions:
-    """Which devices, how they are reached, and the run on them."""
+    """Which devices to measure on, how they are reached, and the name of the run."""
 
     adb: tuple[str, ...] = option(default=(), metavar="SERIAL", help="Measure on this phone, or on all that adb sees (all). Repeatable.")
     ssh: tuple[str, ...] = option(default=(), metavar="HOST", help="Measure on this host of the ssh configuration. Repeatable.")
@@ -50,14 +50,14 @@ class ReachOptions:
     )
 
     def connect(self) -> list[Transport]:
-        """Returns the transports of --adb and --ssh. Raises TransportError for what cannot be reached."""
+        """Returns the transports for --adb and --ssh. Raises TransportError for a device that cannot be reached."""
         options = ["-F", str(self.ssh_config)] if self.ssh_config else []
         serials = [serial for name in self.adb for serial in (usable_serials(note) if name == ALL else [name])]
         phones: list[Transport] = [AdbTransport(serial, self.device_folder or AdbTransport.FOLDER) for serial in dict.fromkeys(serials)]
         return phones + [SshTransport(host, self.device_folder or SshTransport.FOLDER, options) for host in dict.fromkeys(self.ssh)]
 
     def run_of(self, bundle: Path, **fields: Any) -> RemoteRequest:
-        """Returns a run of the bundle with further fields of the request. Raises EdgeError without a usable package."""
+        """Returns the request of a run of the bundle; `fields` are further fields of it. Raises EdgeError without a usable package."""
         if self.package is None:
             raise RequestError("a device needs --package DIR; build it with edge-export package")
         name = self.run_name or datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
@@ -66,7 +66,7 @@ class ReachOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions(ReachOptions):
-    """Where a fleet is, and what is done on devices besides measuring speeds."""
+    """The address of a fleet, and what to do on devices besides measuring speeds."""
 
     fleet: str | None = option(
         metavar="ADDRESS", help="Measure on the phones of all workers of this Dask scheduler (needs edge-mtp[fleet])."
@@ -107,7 +107,7 @@ def devices(
             raise RequestError("name the BUNDLE to measure")
         on_each(reach.connect(), lambda transport: clean(transport, device_log(transport)))
         return
-    request.prompts()  # those that cannot be used are refused before anything is sent
+    request.prompts()  # raises for unusable prompts before anything is sent
     remote = remote_request(bundle, reach, request, load, meters)
     if reach.deploy_only:
         on_each(reach.connect(), lambda transport: deploy(transport, remote, device_log(transport)))
@@ -117,15 +117,15 @@ def devices(
         outputs.write(results[0].figures)
     else:
         outputs.write_devices(results, (reach.results,) if reach.fleet else ())
-        for result in results:  # in a table a command cannot be copied
+        for result in results:  # printed again, because a command cannot be copied from a table
             for text in result.remarks:
                 note(f"{result.device}: {text}")
-    if all(result.failed for result in results):  # what was measured before is shown
+    if all(result.failed for result in results):  # what was measured before is already shown
         raise RequestError("; ".join(f"{result.device}: {result.happenings[-1]}" for result in results))
 
 
 def remote_request(bundle: Path, reach: FleetOptions, request: BenchRequest, load: LoadOptions, meters: MeterOptions) -> RemoteRequest:
-    """Builds the request from the command's options. Raises RequestError for those that do not apply to a device."""
+    """Builds the request from the command's options. Raises RequestError for options that do not apply to a device."""
     if request.tools not in (None, PACKAGES_TOOLS):
         raise RequestError(f"--against {request.tools} is a folder of this machine; devices have their package's: llama.cpp=package")
     remote = reach.run_of(
@@ -144,7 +144,7 @@ def remote_request(bundle: Path, reach: FleetOptions, request: BenchRequest, loa
 
 
 def fleet_results(reach: FleetOptions, remote: RemoteRequest) -> list[DeviceResult]:
-    """Measures on the phones of all workers. Raises RequestError where Dask is missing, or no phone returns results."""
+    """Measures on the phones of all workers. Raises RequestError if Dask is missing, or if no phone returns results."""
     from edge_bench.devices.fleet import run_fleet
 
     return run_fleet(str(reach.fleet), remote, reach.results, serials=reach.adb, folder=reach.device_folder)
@@ -166,7 +166,7 @@ Outcome = TypeVar("Outcome")
 
 
 def on_each(transports: Sequence[Transport], work: Callable[[Transport], Outcome]) -> list[Outcome]:
-    """Runs `work` on all devices in parallel; raises RequestError if it fails on all. Ctrl-C does not end runs on devices."""
+    """Runs `work` on all devices in parallel. Raises RequestError if it fails on all. Ctrl-C does not end the runs on devices."""
     outcomes: dict[str, Outcome] = {}
     failures: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""`edge-bench report` and `edge-bench compare`, and the outputs of every command: tables, a JSON file, a page."""
+"""`edge-bench report` and `edge-bench compare`, and the outputs that all commands share: tables, files and a page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STDOUT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Where results go besides the tables; `json_path` "-" is standard output, in place of the tables."""
+    """Where results go besides the tables. `json_path` "-" is standard output, in place of the tables."""
 
     json_path: str | None = option(
         "--json", panel="Results", help="Write the figures to this file; - is standard output, in place of the tables."
@@ -51,19 +51,19 @@ class Outputs:
     wide: bool = option(default=False, panel="Results", help="Also print every figure of joules, in tables of many columns.")
 
     def check(self) -> None:
-        """Raises RequestError before anything is measured if the library for a page with plots is missing."""
+        """Raises RequestError if the library for plots is needed and missing. Called before anything is measured."""
         if self.html is not None:
             from edge_bench.report.plots import require_library
 
             require_library()
 
     def show_speeds(self, result: Figures) -> None:
-        """Prints the tables of a measurement whose joules are still to come."""
+        """Prints the tables of a measurement before its joules are measured."""
         if self.json_path != STDOUT:
             print_report(result)
 
     def write(self, result: Figures, *, speeds_shown: bool = False) -> None:
-        """Writes the figures to all outputs; prints the tables of joules alone where those of speeds are shown already."""
+        """Writes the figures to all outputs. With `speeds_shown`, prints only the tables of joules."""
         if self.html is not None:
             from edge_bench.report.html import report_page
 
@@ -86,7 +86,7 @@ class Outputs:
             print_report(result, wide=self.wide)
 
     def write_energy(self, report: EnergyReport, log: RunLog) -> None:
-        """Writes an energy measurement to all outputs. Raises RequestError for those that need the records of --runs."""
+        """Writes an energy measurement to all outputs. Raises RequestError for outputs that need the records of --runs."""
         if self.markdown is not None or self.trace is not None:
             raise RequestError("an energy log holds no steps and no speeds; leave --markdown and --trace out, or give FILE of --runs")
         if self.html is not None:
@@ -113,7 +113,7 @@ class Outputs:
             print_tables(tables)
 
     def write_quality(self, result: QualityResult) -> None:
-        """Writes how well bundles keep a model's answers to all outputs."""
+        """Writes the quality of bundles to all outputs."""
         from edge_bench.report.html import quality_plots, quality_tables
 
         tables = quality_tables(result)
@@ -125,7 +125,7 @@ class Outputs:
             print_tables(tables)
 
     def write_csv(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Writes the table if requested: a line for each row, and a column for each path to a plain value, such as `speed_up.low`."""
+        """Writes the CSV file if requested. It has a column for each path to a plain value, such as `speed_up.low`."""
         if self.csv_path is None:
             return
         flat = [dict(_plain_values(line)) for line in lines]
@@ -138,7 +138,7 @@ class Outputs:
     def write_json(self, record: dict[str, Any]) -> bool:
         """Writes the JSON if requested; returns whether standard output remains for the tables."""
         if self.json_path:
-            # Half of a character, which a stranger's record may hold, is none in UTF-8.
+            # A record from elsewhere may hold lone surrogates, which UTF-8 cannot encode.
             text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1).encode("utf-8", "replace").decode() + "\n"
             if self.json_path == STDOUT:
                 click.echo(text, nl=False)
@@ -152,7 +152,7 @@ def _row_lines(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain_values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the plain values within a value, each with its path."""
+    """Yields the plain values inside a nested value, each with its path."""
     if not isinstance(value, dict | list | tuple):
         yield path, value
         return
@@ -202,7 +202,7 @@ def report(files: tuple[Path, ...], energy: Path | None, external: Path | None, 
             raise RequestError(f"{file} is an energy log itself; --energy is for a file from --runs")
         outputs.write_energy(*read_energy(file, external, columns))
         return
-    if external is not None and energy is None and file.exists():  # a file that is not there is refused below
+    if external is not None and energy is None and file.exists():  # a missing file is refused below
         raise RequestError(f"--external needs an energy log, which {file} is not; add --energy LOG")
     joules, log = read_energy(energy, external, columns) if energy else (None, None)
     records = read_records(file)

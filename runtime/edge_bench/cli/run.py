@@ -1,4 +1,4 @@
-"""`edge-bench run` and `edge-bench quality`: measure bundles on this machine, their speed and what they keep of a model's answers."""
+"""`edge-bench run` and `edge-bench quality`: measure the speed of bundles on this machine, and how well they keep a model's answers."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def run(bundle: Path, request: BenchRequest, load: LoadOptions, *, files: Record
 def run_on_each(
     devices: Sequence[str], bundle: Path, request: BenchRequest, load: LoadOptions, *, files: RecordOptions, outputs: Outputs
 ) -> None:
-    """Measures on each device and shows all side by side; records are in a folder of each device.
+    """Measures on each device and shows all side by side. Each device has its own folder of records.
 
-    Ctrl-C and an error end all of it, but what was measured before is shown. Raises RequestError for a device that is not there.
+    Ctrl-C or an error ends all of it, but what was measured before is shown. Raises RequestError for a device that does not exist.
     """
     if outputs.trace is not None and len(devices) > 1:
         raise click.UsageError("--trace is for the runs of a single device; leave it out, or name one device")
@@ -74,7 +74,7 @@ def run_on_each(
 
 
 def _files_of(name: str, files: RecordOptions) -> RecordOptions:
-    """The files of a device, below folders of its own, which are created."""
+    """Returns the files of a device, in its own folders, which are created."""
     places = [None if folder is None else folder / name.replace(":", "-") for folder in (files.runs, files.energy)]
     for place in filter(None, places):
         with errors_as(RequestError, f"{place} cannot be created", "choose another folder"):
@@ -84,7 +84,7 @@ def _files_of(name: str, files: RecordOptions) -> RecordOptions:
 
 
 def _end(measured: Sequence[tuple[BenchResult, Path | None]], failures: Sequence[BaseException]) -> None:
-    """Reports which measurements failed and raises the last error, as only that may be Ctrl-C; the errors before it become notes."""
+    """Reports which measurements failed. Raises the last error, since only that may be Ctrl-C; the errors before it become notes."""
     ends = list[BaseException]()
     for each, energy in measured:
         try:

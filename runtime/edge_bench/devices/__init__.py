@@ -1,1 +1,1 @@
-"""The same benchmark on phones, boards and fleets."""
+"""The benchmark on other devices: phones, boards and fleets."""

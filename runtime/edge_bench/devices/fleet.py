@@ -1,6 +1,6 @@
-"""The same benchmark on the phones of many hosts: Dask sends the work out; each phone's records return and are added to Parquet files.
+"""The benchmark on the phones of many hosts. Dask distributes the work; each phone's records are returned and added to Parquet files.
 
-Every worker's host needs edge-mtp, adb, its phones, and the bundle and package at the same paths. Scheduling is left to Dask.
+Every worker's host needs edge-mtp, adb, its phones, and the bundle and package at the same paths. Dask does the scheduling.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from edge_runtime.errors import RequestError
 
 ALL = "all"
 FILES = (RUNS, ENERGY, WATCH, LOG, DEVICE)
-# A phone that stays out of reach must not hold up the whole fleet.
+# How long a phone may be out of reach. Without a limit, it would hold up the whole fleet.
 PATIENCE_SECONDS = 1800.0
-WATCH_SECONDS, SILENT_SECONDS = 5.0, 30.0  # between looks at the workers, and without a sign of life: a lost one is named within a minute
+# Seconds between checks of the workers, and without a heartbeat before a worker counts as lost.
+WATCH_SECONDS, SILENT_SECONDS = 5.0, 30.0
 
 
 def phones_here() -> tuple[list[str], list[str]]:
-    """Runs on a worker: returns the serials of its host's usable phones, and a sentence on each other phone, or on why there is none."""
+    """Runs on a worker. Returns the serials of its host's usable phones, and sentences about why others, or all, are left out."""
     remarks: list[str] = []
     try:
         return usable_serials(remarks.append), remarks
@@ -38,7 +39,7 @@ def phones_here() -> tuple[list[str], list[str]]:
 
 
 def bench_phone(request: RemoteRequest, serial: str, folder: str) -> tuple[str, dict[str, bytes]]:
-    """Runs on a worker: runs the benchmark on one of its phones. Returns its name in the fleet, and its result files by name.
+    """Runs on a worker: benchmarks one of its phones. Returns the phone's name in the fleet, and its result files by name.
 
     Raises RequestError, which names the host.
     """
@@ -53,9 +54,9 @@ def bench_phone(request: RemoteRequest, serial: str, folder: str) -> tuple[str, 
 
 
 def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: Sequence[str], folder: str | None) -> list[DeviceResult]:
-    """Measures on all phones of all workers, or on those named, and writes RESULTS/RUN and RESULTS/parquet as they come in.
+    """Measures on all phones of all workers, or on the named ones. Writes each result to RESULTS/RUN and RESULTS/parquet as it arrives.
 
-    Raises RequestError when the scheduler cannot be reached, there is no usable phone, or none returns results.
+    Raises RequestError if the scheduler cannot be reached, there is no usable phone, or none returns results.
     """
     distributed = _distributed()
     from edge_bench.devices.parquet import write_parquet
@@ -69,7 +70,7 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
         patience_s=PATIENCE_SECONDS,
     )
     with errors_as(RequestError, f"the scheduler {address} cannot be reached", "start one with dask scheduler", OSError, ValueError):
-        # A client that is made of what is no address stays half open, and its end, whenever that is, can hold the next client up.
+        # A client for an invalid address would stay half open, and could delay the next client whenever it ends.
         distributed.comm.resolve_address(address)
         client = distributed.Client(address, timeout=20)
     collected: list[DeviceResult] = []
@@ -84,7 +85,7 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
             for future in fleet.wait():
                 try:
                     phone, files = future.result()
-                except Exception as error:  # noqa: BLE001 - whatever made a worker fail: the others continue
+                except Exception as error:  # noqa: BLE001 - a worker may fail in any way; the others continue
                     note(f"left out: {error if isinstance(error, EdgeError) else f'a worker: {type(error).__name__}: {error}'}")
                     continue
                 result = _store(phone, files, results / request.name)
@@ -99,20 +100,20 @@ def run_fleet(address: str, request: RemoteRequest, results: Path, *, serials: S
 
 
 class _Fleet:
-    """The runs on the workers' phones. `runs`: by future, the worker's address and the phone; `lost`: phones whose worker is gone.
+    """The runs on the workers' phones. `runs` maps each future to its worker's address and phone; `lost` has phones whose worker is gone.
 
-    Dask itself waits forever for a worker that a task is bound to.
+    Lost workers are detected here, because Dask waits forever for a worker that a task is bound to.
     """
 
     def __init__(self, client: Any, request: RemoteRequest, folder: str) -> None:
         self.runs: dict[Any, tuple[str, str]] = {}
         self.lost: set[str] = set()
         self._client, self._request, self._folder = client, request, folder
-        self._workers: dict[str, Any] = {}  # the scheduler's facts of each, by address
-        self._alive: dict[str, tuple[object, float]] = {}  # what a worker's last sign of life is, and since when it is that
+        self._workers: dict[str, Any] = {}  # the scheduler's facts about each worker, by address
+        self._alive: dict[str, tuple[object, float]] = {}  # each worker's last heartbeat, and when it was first seen here
 
     def start(self, is_meant: Callable[[str], bool], report: Callable[[str], None] = lambda _text: None) -> None:
-        """Starts the run on each phone that is meant and on none yet; `report` gets why other phones or workers are left out."""
+        """Starts the run on each phone that `is_meant` and has no run yet. `report` gets why phones or workers are left out."""
         begun = {serial for _, serial in self.runs.values()}
         workers = self._reachable()
         answers = self._client.run(phones_here, workers=workers, on_error="ignore")
@@ -134,7 +135,7 @@ class _Fleet:
                     self.runs[future] = worker, serial
 
     def wait(self) -> list[Any]:
-        """Returns the futures that are done by now or soon; gives up those of workers that are gone, and starts their phones elsewhere."""
+        """Returns the futures that are done, after waiting a few seconds. Gives up runs of lost workers, and starts them elsewhere."""
         distributed = _distributed()
         try:
             done = list(distributed.wait(list(self.runs), timeout=WATCH_SECONDS, return_when="FIRST_COMPLETED").done)
@@ -155,9 +156,9 @@ class _Fleet:
         return done
 
     def _reachable(self) -> list[str]:
-        """Returns the addresses of the workers that the scheduler has, and that gave a sign of life within the last half minute."""
-        with suppress(OSError):  # a scheduler that is away for a moment; the workers' signs of life grow old meanwhile
-            # Not `scheduler_info()`: the client renews what that returns in a thread of its own, every two seconds and without the workers.
+        """Returns the addresses of the scheduler's workers that sent a heartbeat within the last `SILENT_SECONDS`."""
+        with suppress(OSError):  # the scheduler is out of reach for a moment; the heartbeats grow old meanwhile
+            # Not `scheduler_info()`: another thread of the client replaces its result every two seconds, without the workers.
             self._workers = self._client.sync(self._client.scheduler.identity, n_workers=-1)["workers"]
         now, workers = time.monotonic(), self._workers
         for address, facts in workers.items():
@@ -168,7 +169,7 @@ class _Fleet:
 
 
 def _store(phone: str, files: dict[str, bytes], folder: Path) -> DeviceResult:
-    """Writes a phone's files and reads them. The host is part of the name, because phones of two hosts may have the same serial."""
+    """Writes a phone's files and reads them as a result. The name has the host, because phones of two hosts may have the same serial."""
     target = folder / phone.replace(":", "-").replace("/", "-")
     target.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():

@@ -1,4 +1,4 @@
-"""Results of many devices as one folder of Parquet files: one row per request, and one per variant and meter where energy was read."""
+"""Results of many devices as one folder of Parquet files, with a row per request, and a row per variant and meter if energy was read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edge_runtime.errors import RequestError
 
 REQUESTS, ENERGY = "requests", "energy"
 Fields = tuple[tuple[str, pa.DataType, Callable[[Any], Any]], ...]
-# The columns of each kind of file: name, type, and value for a device's result and one of its requests or variants.
+# The columns of each kind of file: name, type, and a function of the pair (a device's result, one of its requests or variants).
 _RESULT: Fields = (
     ("run", pa.string(), lambda pair: pair[0].run),
     ("device", pa.string(), lambda pair: pair[0].device),
@@ -51,7 +51,7 @@ _VARIANT: Fields = (
 
 
 def write_parquet(folder: Path, result: DeviceResult) -> None:
-    """Adds a device's rows; the same run of the same device replaces its earlier rows. Raises RequestError if that fails."""
+    """Adds a device's rows, which replace earlier rows of the same run and device. Raises RequestError if that fails."""
     name = f"{result.run}-{result.device}.parquet".replace("/", "-").replace(":", "-")
     variants = result.figures.energy.variants if result.figures.energy else ()
     measured = [variant for variant in variants if variant.joules_per_output_token]
@@ -70,7 +70,7 @@ def write_parquet(folder: Path, result: DeviceResult) -> None:
 
 
 def fleet_tables(folder: Path) -> list[TextTable]:
-    """Returns the folder's tables: requests per device, bundle and variant over all runs; one energy table per scope."""
+    """Returns the folder's tables: speeds per device, bundle and variant over all runs, and one energy table per scope."""
     tables = [_speeds(folder / REQUESTS)] if (folder / REQUESTS).is_dir() else []
     return tables + (_joules(folder / ENERGY) if (folder / ENERGY).is_dir() else [])
 

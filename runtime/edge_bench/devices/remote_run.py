@@ -1,4 +1,4 @@
-"""A benchmark on another machine: package, preflight, deploy, start, follow, collect. The run itself is `edge-bench` on the device."""
+"""A benchmark on another machine: checks the device, copies package and bundle, starts `edge-bench` there, follows and collects it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRequest:
-    """What to run on a device. `options`: edge-bench's own; a Path among them is a local file, which is sent too.
-    `check` and `public_key`: of the bundle, before it is sent; `against_package`: also measure the package's llama.cpp tools.
+    """What to run on a device. `options` are those of edge-bench there; a Path among them is a local file, which is sent too.
 
-    `patience_s`: seconds a device may be out of reach before RequestError; the run on it continues. None: no limit.
+    `check` and `public_key` apply to the bundle before it is sent. With `against_package`, the package's llama.cpp tools are measured too.
+    `patience_s` is how many seconds a device may be out of reach before RequestError is raised (None: no limit); the run on it continues.
     """
 
     bundle: Path
@@ -71,18 +71,21 @@ class RemoteRequest:
 
 
 def check_name(run: str) -> None:
-    """Raises RequestError for a name of a run that is not a plain folder name."""
+    """Raises RequestError unless `run` is a plain folder name."""
     if not NAMES.fullmatch(run):
         raise RequestError(f"{run!r} is not a valid run name; use letters, digits, dots and dashes")
 
 
 def device_label(name: str) -> str:
-    """Returns the name of a device's results folder on this machine."""
+    """Returns the name of the folder for a device's results on this machine."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "device"
 
 
 def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str, DeviceSnapshot, list[str]]:
-    """Checks bundle and device and copies package and bundle there; returns its folder, its snapshot and the warnings. Raises EdgeError."""
+    """Checks bundle and device, and copies package and bundle there. Returns the device's folder, its snapshot and the warnings.
+
+    Raises EdgeError.
+    """
     names = _bundle_files(request)
     folder = prepare_folder(transport)
     _refuse_beside_another(transport)
@@ -104,9 +107,9 @@ def deploy(transport: Transport, request: RemoteRequest, log: Log) -> tuple[str,
 
 
 def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: Log) -> DeviceResult:
-    """Runs the benchmark and collects its results in `results`; an existing run of this name is only followed and collected.
+    """Runs the benchmark and collects its results in `results`. An existing run of this name is only followed and collected.
 
-    Raises EdgeError; the device keeps its files then, and the same call resumes the run.
+    Raises EdgeError. After an error, the device keeps its files, and the same call resumes the run.
     """
     home = results / request.name / device_label(transport.name)
     folder = prepare_folder(transport)
@@ -125,17 +128,17 @@ def bench_on(transport: Transport, request: RemoteRequest, results: Path, log: L
         restore_settings(transport, log)
         return _collect(transport, job, request, home, status)
 
-    result = retried(collect, POLL_SECONDS)  # a device that has just restarted may leave once more
+    result = retried(collect, POLL_SECONDS)  # a device that has just restarted may disconnect once more
     if request.clean:
         try:
             clean(transport, log)
-        except RequestError as error:  # the results are here
+        except RequestError as error:  # the results were already collected
             log(str(error))
     return result
 
 
 def end_run(transport: Transport, name: str, log: Log) -> None:
-    """Ends a run on the device; its records stay there. Raises RequestError for no valid name, TransportError if it does not run."""
+    """Ends a run on the device, which keeps its records. Raises RequestError for an invalid name, TransportError if it does not run."""
     check_name(name)
     stop_job(transport, posixpath.join(prepare_folder(transport), "runs", name))
     restore_settings(transport, log)
@@ -143,7 +146,7 @@ def end_run(transport: Transport, name: str, log: Log) -> None:
 
 
 def clean(transport: Transport, log: Log) -> None:
-    """Removes everything edge-bench put on the device: package, bundles, runs. Raises RequestError while a run goes on."""
+    """Removes everything that edge-bench put on the device: package, bundles, runs. Raises RequestError while a run is active."""
     _refuse_beside_another(transport)
     restore_settings(transport, log)
     remove(transport, transport.folder)
@@ -151,14 +154,14 @@ def clean(transport: Transport, log: Log) -> None:
 
 
 def _refuse_beside_another(transport: Transport) -> None:
-    """Raises RequestError if another run is active on the device: two would share its power and processors."""
+    """Raises RequestError if another run is active on the device, because two would share its power and processors."""
     job = running_job(transport)
     if job:
         raise RequestError(busy(transport, job))
 
 
 def _bundle_files(request: RemoteRequest) -> list[str]:
-    """Checks the bundle and returns the names of its files; its folder may hold others, which are nobody's business."""
+    """Checks the bundle and returns the names of its files. Other files in its folder may be private and are not sent."""
     files = open_bundle(request.bundle, check=request.check, public_key=request.public_key).manifest.files
     needed = {BACKENDS[entry.format] for entry in files if entry.role == "target" and entry.format in BACKENDS}
     if needed and request.package.backends and not needed & set(request.package.backends):
@@ -180,12 +183,12 @@ def _started(request: RemoteRequest) -> str:
 
 
 def _awaits_table(request: RemoteRequest) -> bool:
-    """Whether the joules come from an external meter's table that is read after the run."""
+    """Whether the joules come from the table of an external meter, which is read after the run."""
     return request.energy and external_meter(request.meter) is not None
 
 
 def _command(transport: Transport, request: RemoteRequest, folder: str) -> list[str]:
-    """The job's command: the monitor, which runs edge-bench with its outputs in the job's folder."""
+    """Returns the job's command: a monitor that runs edge-bench, with its outputs in the job's folder."""
     python, bench = (posixpath.join(folder, "package/bin", name) for name in ("edge-python", "edge-bench"))
     options: list[str] = []
     for number, option in enumerate(request.options):
@@ -226,7 +229,7 @@ def _percent(log: Log, what: str) -> Report:
 
 
 def _follow(transport: Transport, job: str, request: RemoteRequest, log: Log) -> JobStatus:
-    """Polls until the run ends; waits for a device that is out of reach."""
+    """Polls until the run ends. Waits for a device that is out of reach."""
     lost_since: float | None = None
     reported = ""
     while True:
@@ -284,14 +287,14 @@ def _pull_if_present(transport: Transport, source: str, target: Path) -> bool:
 
 
 def _cut_last_line(path: Path) -> None:
-    """Removes an incomplete last line, which a stopped writer may leave."""
+    """Removes an incomplete last line, which an interrupted writer may leave."""
     if path.exists():
         data = path.read_bytes()
         path.write_bytes(data[: data.rfind(b"\n") + 1])
 
 
 def _raise_for(transport: Transport, status: JobStatus, folder: Path, incidents: Sequence[str]) -> None:
-    """Raises RequestError if the run left no records to compute figures from."""
+    """Raises RequestError if the run left no records from which figures can be computed."""
     runs = folder / RUNS
     if status.state is JobState.FINISHED and status.exit_code == STILL_CHARGING:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Results of runs on several machines: their raw records, which are checked, and the tables that compare them."""
+"""Results of runs on several machines: reads and checks their raw records, and makes tables that compare them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ from edge_devices.files.limited_read import read_at_most
 from edge_devices.files.typed_json import from_json, to_json
 from edge_runtime.errors import RequestError
 
-# The results of runs on devices: a folder per device with the raw records and device.json; and tables that compare them.
-#
-# Speeds share one table; joules are compared within one meter scope only.
+# Each device has a folder with its raw records and device.json. Speeds share one table; joules are compared only within one meter scope.
 
 SCHEMA = 1
 RUNS, ENERGY, WATCH, LOG, DEVICE = "runs.jsonl", "energy.jsonl", "watch.jsonl", "log", "device.json"
@@ -47,8 +45,9 @@ MAX_DESCRIPTION_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceDescription:
-    """What device.json holds. `warnings`: from before the run; `happenings`: from during it; `charge_used`: percent; `failed`: the
-    benchmark ended with an error, which is the last of the happenings.
+    """What device.json holds. `warnings` are from before the run, `happenings` from during it; `charge_used` is in percent.
+
+    `failed` says that the benchmark ended with an error, which is the last of the happenings.
     """
 
     schema: int = SCHEMA
@@ -63,7 +62,7 @@ class DeviceDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceResult(DeviceDescription):
-    """One run on one device. `remarks`: why there are no joules, although they were measured."""
+    """One run on one device. `remarks` says why there are no joules although they were measured."""
 
     run: str
     figures: Figures
@@ -71,7 +70,7 @@ class DeviceResult(DeviceDescription):
 
     @property
     def label(self) -> str:
-        """The device with its model, for tables."""
+        """The name of the device, with its model, in tables."""
         return f"{self.device} ({self.model})" if self.model else self.device
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ def note_device(folder: Path, *, device: str, model: str, warnings: Sequence[str
 def complete_result(
     folder: Path, *, device: str, incidents: Sequence[str], hottest_c: float | None, charge_used: int | None, failed: bool
 ) -> DeviceResult:
-    """Adds the incidents of the run to device.json and reads `folder` as a result."""
+    """Adds the run's incidents to device.json. Returns the result in `folder`."""
     noted = _description(folder / DEVICE)
     known = replace(noted, device=device, happenings=tuple(incidents), hottest_c=hottest_c, charge_used=charge_used, failed=failed)
     _write(folder, known)
@@ -103,12 +102,12 @@ def _write(folder: Path, description: DeviceDescription) -> None:
 
 
 def read_result(folder: Path) -> DeviceResult:
-    """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for anything else.
+    """Reads a device's folder; without device.json it is a run of this machine. Raises RequestError for an unusable folder.
 
-    Speeds are there whatever became of the joules: what is wrong with those is a note.
+    If the joules cannot be used, the result has the speeds and a note with the reason.
     """
     for path in (folder / RUNS, folder / ENERGY, folder / DEVICE):
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise RequestError(f"{path} is not a regular file; give the --results folder of earlier runs")
     noted = _description(folder / DEVICE)
     records = read_records(folder / RUNS)
@@ -122,7 +121,7 @@ def read_result(folder: Path) -> DeviceResult:
 
 
 def _energy_of(path: Path) -> tuple[EnergyReport | None, RunLog | None, list[str]]:
-    """Returns the joules of a log with the log, or why there are none; neither where there is no log."""
+    """Returns a log's joules, the log, and why there are no joules. All are empty if there is no log."""
     if not path.exists():
         return None, None, []
     try:
@@ -134,7 +133,7 @@ def _energy_of(path: Path) -> tuple[EnergyReport | None, RunLog | None, list[str
 
 
 def joules_of(path: Path, log: RunLog) -> tuple[EnergyReport | None, list[str]]:
-    """Returns the joules of the log that was read from `path`, or why there are none."""
+    """Returns the joules of a log that was read from `path`, or None and the reason."""
     if awaits_table(log):
         return None, [f"joules need the table of the external meter: edge-bench report {path} --external TABLE"]
     try:
@@ -144,7 +143,7 @@ def joules_of(path: Path, log: RunLog) -> tuple[EnergyReport | None, list[str]]:
 
 
 def find_results(places: Sequence[Path]) -> tuple[list[DeviceResult], list[str]]:
-    """Reads all results below the folders `places`; returns also why some could not be read. Raises RequestError where none could."""
+    """Returns all results below the folders `places`, and why others cannot be read. Raises RequestError if none can be read."""
     folders = sorted({path.parent for place in places for path in place.rglob(RUNS)})
     if not folders:
         raise RequestError(f"no {RUNS} found below {', '.join(map(str, places))}; give the --results folder of earlier runs")
@@ -170,7 +169,7 @@ def _description(path: Path) -> DeviceDescription:
 
 
 def comparison_tables(results: Sequence[DeviceResult], *, wide: bool = False) -> list[TextTable]:
-    """Returns the tables that have rows: speed, energy per scope, warnings and incidents; of joules all figures only if `wide`."""
+    """Returns the tables with rows: speed, energy per scope, warnings and incidents. All figures of joules are included only if `wide`."""
     speeds = [(result, row) for result in results for row in result.figures.overall]
     prompts = [(result, row) for result in results for row in result.figures.by_context if row.variant.policy == PLAIN]
     tables = [
@@ -187,7 +186,7 @@ def _peak(result: DeviceResult) -> int | None:
 
 
 def _of_row(heading: str, cell: Callable[[Row], str]) -> tuple[str, Callable[[tuple[DeviceResult, Row]], str]]:
-    """Returns a column of a row as one of a device and its row."""
+    """Turns a column of a row into a column of a (device, row) pair."""
     return heading, lambda pair: cell(pair[1])
 
 
@@ -228,7 +227,7 @@ def _energy(results: Sequence[DeviceResult], *, wide: bool) -> list[TextTable]:
 
 
 def _incidents(results: Sequence[DeviceResult]) -> TextTable:
-    """Each device's doubts, incidents and notes; `read_result` puts incidents and warnings among the notes, too."""
+    """Returns each device's doubts, incidents and notes. `read_result` has also added incidents and warnings to the notes."""
     rows = []
     for result in results:
         texts = dict.fromkeys((*result.figures.doubts, *result.happenings, *result.figures.records.notes))
@@ -236,19 +235,19 @@ def _incidents(results: Sequence[DeviceResult]) -> TextTable:
     return TextTable(name="happened", title="Doubts, warnings and incidents", columns=("", "run", ""), rows=tuple(rows))
 
 
-# Records of several machines, such as those that strangers sent, as results that share a table. Each is checked first.
+# Records of several machines, such as those that other people sent, as results that share a table. Each file is checked first.
 #
-# Figures are never taken from a file: they are computed from its measurements. An energy log belongs to the record of the same run.
+# Figures are never read from a file but computed from its measurements. An energy log belongs to the records of the same run.
 
-# Several times what --thorough measures: figures of more would cost minutes and gigabytes.
+# Several times what --thorough measures. The figures of larger files would take minutes and gigabytes to compute.
 MAX_RECORD_BYTES, MAX_RUNS, MAX_VARIANTS = 64 << 20, 5000, 100
 MAX_LOG_LINES = 120_000  # three hours of ten readings a second
 
 
 def read_record_files(files: Sequence[Path]) -> tuple[list[DeviceResult], list[str]]:
-    """Reads files of `--runs` and of `--energy` in any order; returns the results, and why files were left out.
+    """Reads files of `--runs` and `--energy` in any order. Returns the results, and why files were left out.
 
-    Raises RequestError where no record is left.
+    Raises RequestError if no records are left.
     """
     records, logs, refused = dict[Path, Records](), dict[Path, RunLog](), list[str]()
     for file in dict.fromkeys(files):
@@ -277,16 +276,16 @@ def read_record_files(files: Sequence[Path]) -> tuple[list[DeviceResult], list[s
 
 
 def _short_names(files: Sequence[Path]) -> dict[Path, str]:
-    """Returns a name for each file: its path without the folders that all have in common."""
+    """Returns a name for each file: its path below the folder that all files have in common."""
     try:
         common = Path(os.path.commonpath([file.absolute().parent for file in files]))
-    except ValueError:  # on several drives
+    except ValueError:  # the files are on several drives
         return {file: str(file) for file in files}
     return {file: file.absolute().relative_to(common).as_posix() for file in files}
 
 
 def _check_size(file: Path) -> None:
-    """Raises RequestError for what is no regular file, or larger than any benchmark makes it."""
+    """Raises RequestError if a file is not regular, or is larger than any benchmark's."""
     if not file.is_file():
         raise RequestError(f"{file} is not a regular file; give files that edge-bench run --runs and --energy wrote")
     if file.stat().st_size > MAX_RECORD_BYTES:
@@ -294,7 +293,7 @@ def _check_size(file: Path) -> None:
 
 
 def _new_records(file: Path, known: dict[Path, Records]) -> Records:
-    """Returns the records of a file. Raises RequestError for more than any benchmark measures, or a measurement that is known already."""
+    """Returns the records of a file. Raises RequestError if there are too many, or if a `known` file has the same measurement."""
     if read_at_most(file, MAX_RECORD_BYTES).count(b"\n") > 2 * MAX_RUNS:  # before they are parsed
         raise RequestError(f"{file} has more than {2 * MAX_RUNS} lines; no benchmark writes so many")
     records = read_records(file)
@@ -307,7 +306,7 @@ def _new_records(file: Path, known: dict[Path, Records]) -> Records:
 
 
 def _run_hashes(records: Records) -> set[str]:
-    """Returns a hash of each run's times: records with equal hashes hold the same measurement, whatever else they say."""
+    """Returns a hash of each run's times. Records with a common hash have the same measurement, even if they differ otherwise."""
     timed = (f"{run.variant.label} {run.prompt} {run.repeat} {run.seconds!r} {run.round_seconds!r}" for run in records.runs)
     return {hashlib.sha256(text.encode()).hexdigest() for text in timed}
 

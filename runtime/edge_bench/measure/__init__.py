@@ -1,1 +1,1 @@
-"""Measurements: what is run, in which order, and what is recorded."""
+"""Measurements: what is run, in which order, and what is recorded about it."""

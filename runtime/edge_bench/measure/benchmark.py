@@ -1,4 +1,4 @@
-"""Runs a benchmark request; yields a header and then its records one by one, as they are measured."""
+"""Runs a benchmark request. Yields a header, and then each record as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ ENGINES = ("llama-cpp-python", "onnxruntime")
 
 
 def new_header(bundle: Bundle, settings: Mapping[str, Any], *, planned: int | None = None, row_kernels: str | None = None) -> Header:
-    """Returns the header of a measurement of a bundle on this machine, beginning now. `planned` and `row_kernels`: as in `Header`.
+    """Returns the header of a measurement that begins now on this machine. `planned` and `row_kernels` are as in `Header`.
 
-    It holds no names of people or machines, no serial numbers, and of paths the last part only.
+    It has no names of people or machines, no serial numbers, and only the last part of each path.
     """
     source, device = bundle.manifest.sources.get("target"), detect_device(System())
     return Header(
@@ -84,7 +84,7 @@ LONG_SECONDS = 300
 
 
 class Benchmark:
-    """Runs a request. Raises the errors of opening a bundle and of decoding; records yielded before remain valid."""
+    """Runs a request. Raises the errors of opening a bundle and of decoding. Records that were yielded before remain valid."""
 
     def __init__(self, bundle: Path, request: BenchRequest, load: LoadOptions) -> None:
         """Reads the bundle and its settings; does not open the model yet."""
@@ -103,15 +103,15 @@ class Benchmark:
         image_rows = max(request.image_sizes, default=DEFAULT_BUDGET)
         self._load = replace(load, context=self._settings.context, backend=self._backend, image_rows=image_rows, measure=True)
 
-    def _counted(self, title: str, items: Iterable[Counted], count: int) -> Iterator[Counted]:
-        """Yields the items, and shows how many of them are done."""
+    def _with_progress(self, title: str, items: Iterable[Counted], count: int) -> Iterator[Counted]:
+        """Yields the items, and shows how many are done."""
         with self._load.waiting(title) as report:
             for done, item in enumerate(items, start=1):
                 yield item
                 report(done / count, f"{done} of {count}")
 
     def records(self) -> Iterator[Record]:
-        """Measures and yields each record as soon as it is complete; the first is the header."""
+        """Measures and yields each record as soon as it is complete. The first record is the header."""
         request, longest = self._request, self._settings.longest_draft
         drafters, row_kernels = self._drafters_and_kernels()
         lengths = tuple(length for length in request.lengths if length <= longest)
@@ -148,7 +148,7 @@ class Benchmark:
             )
 
     def _drafters_and_kernels(self) -> tuple[tuple[DrafterKind, ...], str]:
-        """Returns the kinds of drafters to measure and the row kernels that run, which an open session alone knows."""
+        """Returns the kinds of drafters to measure and the row kernels in use, which only an open session knows."""
         asked = self._request.drafters
         with open_session(self._folder, self._load, drafter=asked[0] if asked else None) as session:
             return asked or (session.drafter_kind,), session.row_kernels or NO_ROW_KERNELS
@@ -173,22 +173,22 @@ class Benchmark:
         """Returns how many measurements are planned, as `Records.measured` counts them."""
         request = self._request
         peers = len(peer_variants(lengths)) if request.tools else 0
-        kinds, few = len(edge_variants(drafters, lengths, request.policies)), _few(lengths, request.policies)
+        kinds, few = len(edge_variants(drafters, lengths, request.policies)), _few_lengths(lengths, request.policies)
         runs = (kinds + peers) * len(request.prompts()) + len(edge_variants(drafters, few, request.policies)) * len(self._fitting())
         clients = len(request.concurrency) * len(edge_variants(drafters[:1], few, request.policies))
         kv_types = len({"f16", *request.kv_types}) if request.kv_types else 0
         return request.repeats * (runs + clients + len(request.image_sizes)) + kv_types
 
     def _fitting(self) -> list[int]:
-        """Returns the lengths of the text that fit into the context together with the new tokens."""
+        """Returns the prompt lengths that fit into the context together with the new tokens."""
         return [length for length in self._request.contexts if length <= self._settings.context - self._request.tokens]
 
     def _memory(self, drafters: Sequence[str]) -> Iterator[Record]:
         levels = [(kind, 1) for kind in drafters] + [(drafters[0], n) for n in self._request.concurrency if n > 1]
         for kind in drafters if self._load.device not in (None, CPU) else ():
-            # The check of an accelerator, on its first use, loads the pair for the CPU too: the child must not be the first.
+            # An accelerator's check on first use also loads the pair on the CPU. It runs here, so that the child does not measure it.
             open_session(self._folder, self._load, drafter=kind).close()
-        for kind, sequences in self._counted("memory", levels, len(levels)):
+        for kind, sequences in self._with_progress("memory", levels, len(levels)):
             yield measure_memory(
                 self._folder,
                 backend=self._backend,
@@ -225,14 +225,14 @@ class Benchmark:
             return runner.run(variant, prompt, plan.tokens, part=plan.part, repeat=repeat)
 
         warm_up = plan.warm_up(self._request.warm_up)
-        warm = [run(*request) for request in self._counted(f"{title}: warm-up", warm_up, len(warm_up))]
+        warm = [run(*request) for request in self._with_progress(f"{title}: warm-up", warm_up, len(warm_up))]
         if warm and plan.part == DOMAINS_PART:
             self._announce(warm, len(plan))
-        for request in self._counted(title, plan.requests(), len(plan)):
+        for request in self._with_progress(title, plan.requests(), len(plan)):
             yield run(*request)
 
     def _announce(self, warm: Sequence[Run], runs: int) -> None:
-        """Prints how long the runs here and those of longer texts will take at the speed of the `warm` ones."""
+        """Prints how long these runs and those with longer prompts will take, at the speed of the `warm` runs."""
         request = self._request
         seconds = statistics.mean(run.seconds + (run.first_token_seconds or 0.0) for run in warm)
         prompt_seconds = statistics.median((run.first_token_seconds or 0.0) / max(run.prompt_tokens, 1) for run in warm)
@@ -263,7 +263,7 @@ class Benchmark:
                 )
         fitting = self._fitting()
         if fitting:
-            variants = edge_variants(list(edge_runners), _few(lengths, request.policies), request.policies)
+            variants = edge_variants(list(edge_runners), _few_lengths(lengths, request.policies), request.policies)
             plan = context_schedule(prompts, variants, fitting, repeats=request.repeats, tokens=request.tokens)
             yield from self._run(plan, dict[str, Runner](edge_runners.items()), "lengths of the text")
 
@@ -273,7 +273,7 @@ class Benchmark:
             return
         # Repeat 0 is the warm-up, which loads the encoder.
         order = [(repeat, size) for repeat in range(self._request.repeats + 1) for size in mixed(sizes, repeat)]
-        for repeat, budget in self._counted("images", order, len(order)):
+        for repeat, budget in self._with_progress("images", order, len(order)):
             cost = measure_image(runner.session, budget, repeat)
             if repeat:
                 yield cost
@@ -282,14 +282,14 @@ class Benchmark:
         request = self._request
         if not request.concurrency:
             return
-        variants = edge_variants([drafter], _few(lengths, request.policies), request.policies)
+        variants = edge_variants([drafter], _few_lengths(lengths, request.policies), request.policies)
         with open_session(self._folder, self._load, drafter=drafter) as session, self._load.waiting("outputs of a single session"):
             expected = alone(session, prompts, request.tokens)
         for clients in request.concurrency:
             with open_sessions(self._folder, clients, self._load, drafter=drafter) as sessions:
                 turns = range(-1, request.repeats)  # repeat -1 is the warm-up
                 order = [(repeat, variant) for repeat in turns for variant in mixed(variants, repeat + 1)]
-                for repeat, variant in self._counted(f"{clients} at once", order, len(order)):
+                for repeat, variant in self._with_progress(f"{clients} at once", order, len(order)):
                     level = run_level(sessions, variant, prompts, expected, request.tokens, repeat=max(repeat, 0))
                     if repeat >= 0:
                         yield level
@@ -312,7 +312,7 @@ class Benchmark:
             )
 
     def energy_workloads(self, stack: ExitStack) -> dict[str, Workload]:
-        """Opens the sessions, which `stack` closes, and returns the workloads of the energy protocol."""
+        """Opens sessions, which `stack` closes, and returns the workloads of the energy protocol."""
         request = self._request
         drafters, _ = self._drafters_and_kernels()
         edge_runners = {kind: EdgeRunner(stack.enter_context(open_session(self._folder, self._load, drafter=kind))) for kind in drafters}
@@ -320,7 +320,7 @@ class Benchmark:
         check_sizes(session, request.image_sizes)
         lengths = tuple(length for length in request.lengths if length <= self._settings.longest_draft)
         prompts = prepare(request.prompts(), session)
-        variants = edge_variants(drafters, _few(lengths, request.policies), request.policies)
+        variants = edge_variants(drafters, _few_lengths(lengths, request.policies), request.policies)
         images = image_workloads(session, request.image_sizes)
         long = [length for length in request.contexts if length < self._settings.context]
         return images | energy_workloads(dict[str, EdgeRunner](edge_runners.items()), variants, prompts, request.tokens, long)
@@ -330,6 +330,6 @@ def _middle(lengths: Sequence[int]) -> int:
     return lengths[len(lengths) // 2] if lengths else 0
 
 
-def _few(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
+def _few_lengths(lengths: Sequence[int], policies: Sequence[str]) -> Sequence[int]:
     """Returns the fixed lengths for a short measurement: none if policies are measured, otherwise only the middle one."""
     return () if policies or not lengths else (_middle(lengths),)

@@ -1,4 +1,4 @@
-"""Measuring, as the commands do it, and the `edge-bench run` of a device, which writes records and no report."""
+"""The measurement of a bundle, as the commands run it, and the `edge-bench run` on a device, which writes records but no report."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class RecordOptions(MeterOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """What one run of the command measured. `failure`: why energy was not measured, although it was asked for; `speeds_shown`: the
-    speeds were handed over before the joules were measured.
+    """What one run of the command measured. `failure` is why requested energy was not measured.
+
+    `speeds_shown` says that the speeds were shown before the joules were measured.
     """
 
     records: Records
@@ -68,7 +69,7 @@ class BenchResult:
     speeds_shown: bool = False
 
     def end(self, energy_file: Path | None) -> None:
-        """Reports what is missing after the results are written: raises `failure`, or exits with the code of Ctrl-C."""
+        """Reports what is missing, after the results are written. Raises `failure`, or exits with the code of Ctrl-C."""
         if self.failure is not None:
             raise self.failure
         if self.log is not None and self.energy is None:
@@ -85,12 +86,12 @@ def measure_bundle(
     files: RecordOptions,
     show_speeds: Callable[[Records], None] | None = None,
 ) -> BenchResult:
-    """Measures speeds, then energy if `files` names a log for it; `show_speeds` gets the records in between.
+    """Measures speeds, and then energy if `files` names a log for it. `show_speeds` gets the records in between.
 
-    Raises EdgeError before anything is measured, or if nothing was.
+    Raises EdgeError before anything is measured, or if nothing could be measured.
     """
     refuse_threads(request.threads)
-    request.prompts()  # those that cannot be used are refused before minutes of measuring
+    request.prompts()  # raises for unusable prompts before minutes of measuring
     if files.minutes and not files.energy:
         raise click.UsageError("--minutes is for --energy; add it, or leave --minutes out")
     meter, reason = find_meter(files.meter)
@@ -109,7 +110,7 @@ def measure_bundle(
         joules, log = measure_joules(bundle, request, load, files.energy, meter, files.minutes, speeds.header.run)
     except KeyboardInterrupt:
         return BenchResult(records=speeds, stopped=True, speeds_shown=shown)
-    except DeviceError as error:  # the speeds are measured, and are not lost with it
+    except DeviceError as error:  # keeps the speeds, which were measured
         failed = replace(speeds, notes=(*speeds.notes, f"no energy figures: {error}"))
         return BenchResult(records=failed, failure=error, speeds_shown=shown)
     return BenchResult(records=speeds, energy=joules, log=log, stopped=log.stopped, speeds_shown=shown)
@@ -118,7 +119,10 @@ def measure_bundle(
 def measure_speeds(
     bundle: Path, request: BenchRequest, load: LoadOptions, runs: Path | None, remark: str = ""
 ) -> tuple[list[Record], bool]:
-    """Returns all records, with `remark` and the load before the first run behind the header, and whether it was interrupted."""
+    """Returns all records, and whether the measurement was interrupted.
+
+    Notes with `remark` and the load before the first run follow the header.
+    """
     records: list[Record] = []
     with ExitStack() as stack, BenchScreen() as screen:
         file = stack.enter_context(RecordFile(runs)) if runs else None
@@ -154,11 +158,11 @@ def measure_speeds(
 def measure_joules(
     bundle: Path, request: BenchRequest, load: LoadOptions, path: Path, meter: Meter, minutes: int | None, run: str
 ) -> tuple[EnergyReport | None, RunLog]:
-    """Runs the energy protocol over the same variants, as a part of the named run. Raises DeviceError where it cannot be done."""
+    """Runs the energy protocol over the same variants, as a part of the run named `run`. Raises DeviceError if that is not possible."""
     with ExitStack() as stack, BenchScreen() as screen:
         busy_before(screen)
         benchmark = Benchmark(bundle, request, screen.shows(load))
-        ConditionsWatch(waiting=screen.wait)  # rests where speeds have left the machine warm: the protocol refuses one that throttles
+        ConditionsWatch(waiting=screen.wait)  # lets a warm machine rest: the protocol refuses one that throttles
         recording = "; its recording must run from now until the end" if meter.facts.name == EXTERNAL else ""
         screen.message(f"energy: {meter.facts.name}; measuring idle, warm-up and repeats{recording}")
         threads = request.threads or default_threads()
@@ -167,7 +171,7 @@ def measure_joules(
 
 
 def busy_before(screen: BenchScreen) -> str:
-    """Shows and returns a sentence if the machine is busy before the first run; returns an empty text if it is not."""
+    """Shows and returns a sentence if the machine is busy before the first run. Otherwise returns an empty string."""
     before = load_now()
     text = f"before the first run, {before.sentence()}" if before.is_busy else ""
     if text:

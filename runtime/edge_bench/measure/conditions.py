@@ -1,4 +1,4 @@
-"""The machine around each measurement: its clock, its temperature, and what disturbed it. A warm machine rests before the next one."""
+"""The machine's state around each measurement: its clock, its temperature, and disturbances. A warm machine rests before the next one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from edge_devices.machine.state import disturbances, read_state, warnings
 from edge_devices.machine.system import System
 from edge_devices.waiting import Waiting, silent_wait
 
-# Reading the state takes up to 0.1 s (two commands on Android), which must be little beside what is measured.
+# Reading the state takes up to 0.1 s (two commands on Android), which must be short compared with the measurement.
 SHORTEST_SECONDS = 1.0
 REST_STEP_SECONDS, LONGEST_REST_SECONDS, ALL_REST_SECONDS = 5.0, 120.0, 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConditions:
-    """After a measurement: clock of the fastest processor and highest temperature, None where unknown.
+    """The state after a measurement: the clock of the fastest processor and the highest temperature; None if unknown.
 
-    `bad` is why the measurement does not count, empty if it does; `unknown` what was known before and is no longer.
+    `bad` has the reasons why the measurement does not count; it is empty if it counts. `unknown` names what can no longer be read.
     """
 
     clock_mhz: float | None = None
@@ -29,7 +29,7 @@ class MachineConditions:
 
 
 class Timed(Protocol):
-    """A measurement; `conditions` are None where it was too short for them: those of the next are its own."""
+    """A measurement. `conditions` is None if it was too short to read them; then the next measurement's conditions hold for it too."""
 
     @property
     def conditions(self) -> MachineConditions | None: ...
@@ -39,7 +39,7 @@ Measured = TypeVar("Measured", bound=Timed)
 
 
 def undisturbed(measurements: Iterable[Measured]) -> tuple[list[Measured], dict[str, int]]:
-    """Returns the measurements that count, and for each reason how many do not."""
+    """Returns the measurements that count, and for each reason, how many do not count."""
     good, reasons, pending = list[Measured](), dict[str, int](), list[Measured]()
     for each in measurements:
         pending.append(each)
@@ -53,10 +53,10 @@ def undisturbed(measurements: Iterable[Measured]) -> tuple[list[Measured], dict[
 
 
 class ConditionsWatch:
-    """Reads the state of the machine between measurements. `remarks`: on its state at the beginning, for readers of the figures."""
+    """Reads the machine's state between measurements. `remarks` is about its state at the beginning, for readers of the figures."""
 
     def __init__(self, system: System | None = None, waiting: Waiting = silent_wait) -> None:
-        """Rests at once if the machine is warm already."""
+        """Rests at once if the machine is already warm."""
         self._system, self._waiting = system or System(), waiting
         self._rests, self._rested_s, self._hopeless = 0, 0.0, False
         self._state, self._read_s = read_state(self._system), self._system.clock()
@@ -66,7 +66,7 @@ class ConditionsWatch:
             self._rest()
 
     def next(self) -> MachineConditions | None:
-        """Returns the conditions since the last call that returned some; None for too short a time. A warm machine has rested then."""
+        """Returns the conditions since they were last returned; None if that is too short ago. Lets a warm machine rest."""
         if self._system.clock() - self._read_s < SHORTEST_SECONDS:
             return None
         state = read_state(self._system)
@@ -87,7 +87,7 @@ class ConditionsWatch:
         return f"the device was warm and rested {times}, {self._rested_s:.0f} s in all{end}"
 
     def _rest(self) -> None:
-        """Waits until the machine is no longer warm. A machine that stays warm, as in the sun, does not delay the measurement again."""
+        """Waits until the machine is no longer warm. If it stays warm, as in the sun, later calls do not wait again."""
         if self._hopeless or self._rested_s >= ALL_REST_SECONDS:
             return
         begin = self._system.clock()

@@ -1,4 +1,4 @@
-"""Energy of the variants by the protocol of docs/measure-energy.md. Takes minutes to hours, as windows depend on the meter."""
+"""Measures the energy of variants by the protocol of docs/measure-energy.md. It takes minutes to hours, depending on the meter."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from edge_runtime.session.session import Session
 REPEATS = 5
 FEWEST_REPEATS = 3
 DRAFT_LENGTH = 3
-# Verifies or drafts per calibration loop: enough that reading the clock is negligible.
+# How many verifies or drafts a calibration loop has, so that reading the clock is negligible.
 LOOP = 20
-# A prompt whose joules say what a long one costs, without minutes for each repeat on a slow device.
+# The most tokens of a prompt whose joules are measured. A longer one would take minutes per repeat on a slow device.
 LONGEST_PROMPT = 512
 
 
 def find_meter(name: str | None) -> tuple[Meter | None, str]:
-    """Returns the named meter, or the first usable one; None, with the reason, when there is none.
+    """Returns the named meter, or the first usable one; None and the reason if there is none.
 
-    Raises MeterError if the named one cannot be used.
+    Raises MeterError if the named meter cannot be used.
     """
     system = System()
     if external := external_meter(name):
@@ -62,15 +62,14 @@ def find_meter(name: str | None) -> tuple[Meter | None, str]:
 
 
 def awaits_table(log: RunLog) -> bool:
-    """Returns whether a log has no readings yet, because they are in the table of an external meter."""
+    """Whether a log has no readings yet, because they are in the table of an external meter."""
     return log.facts.name == EXTERNAL and not log.trace.times
 
 
 def read_energy(path: Path, external: Path | None = None, columns: str | None = None) -> tuple[EnergyReport, RunLog]:
-    """Computes the figures of a log of `measure_energy`, from the table of an `external` meter if given, with `columns` as
-    `--columns` takes them.
+    """Computes the figures of a log that `measure_energy` wrote. `external` is the table of an external meter; `columns` is as `--columns`.
 
-    Raises DeviceError if it is none, or no repeat counts.
+    Raises DeviceError if the file is no such log, or if no repeat counts.
     """
     log = read_log(path)
     if external is not None:
@@ -91,11 +90,14 @@ def measure_energy(
     waiting: Waiting = silent_wait,
     notify: Callable[[str], None] = lambda _text: None,
 ) -> tuple[EnergyReport | None, RunLog]:
-    """Runs the protocol, writes its log window by window and computes the figures. `minutes`: about how long it may take; `run`: the name
-    of the run whose speeds were measured before; `notify` gets a sentence on how long it takes, and what that means for the intervals.
+    """Runs the protocol, writes its log after each window, and computes the figures.
 
-    The report is None for an external meter, whose table is not available yet. Ctrl-C after the first window ends it with what there is
-    (`RunLog.stopped`). Raises MeasurementError where the machine's state forbids it, or no repeat counts; the log is kept then too.
+    `minutes` is about how long it may take. `run` is the name of the run whose speeds were measured before. `notify` gets a sentence about
+    how long it takes, and what that means for the intervals.
+
+    The report is None for an external meter, whose table is not available yet. After the first window, Ctrl-C ends the measurement, and its
+    figures cover the windows so far (`RunLog.stopped`). Raises MeasurementError if the machine's state forbids measuring, or if no repeat
+    counts; the log is kept even then.
     """
     system, awaited = system or System(), isinstance(meter, PendingExternalMeter)
     load = partial(busy_load, threads)
@@ -105,7 +107,7 @@ def measure_energy(
     plan = Plan(repeats=repeats)
     if minutes is not None:
         plan, workloads = fitted(plan, workloads, characteristics, 60 * minutes)
-        # If the state never becomes steady, warming up takes no longer than was asked for.
+        # If the state never becomes steady, warming up ends in time for `minutes`.
         spare_s = 60 * minutes - planned_seconds(plan, workloads, characteristics)
         plan = replace(plan, max_soak_s=min(MAX_SOAK_S, soak_seconds(plan, characteristics) + max(0.0, spare_s)))
     minutes_needed = planned_seconds(plan, workloads, characteristics) / 60
@@ -138,10 +140,10 @@ def measure_energy(
 def fitted(
     plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics, seconds: float
 ) -> tuple[Plan, Mapping[str, Workload]]:
-    """Returns the longest plan within `seconds`: fewer repeats, then no loops of single phases; then so few repeats that intervals are
-    wide, and no warming up; else the shortest one.
+    """Returns the longest plan that fits into `seconds`; the shortest plan if none does.
 
-    Repeats beyond the fewest leave the time in which a device that is slow to warm up becomes steady.
+    To save time, it first has fewer repeats, then no loops of single phases, then so few repeats that intervals are wide, and at last no
+    warm-up. A plan with more than the fewest repeats must leave enough time for a device that warms up slowly.
     """
     whole = without_loops(workloads)
     counts = range(plan.repeats, min(FEWEST_REPEATS, plan.repeats) - 1, -1)
@@ -161,7 +163,7 @@ def _warmed_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristi
 
 
 def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> str:
-    """Returns how long a measurement takes, what a short one does to the intervals, and how long one takes whose intervals are of use."""
+    """Returns how long a measurement takes, how much wider short ones make intervals, and how long it takes to get useful intervals."""
     needed = planned_seconds(plan, workloads, characteristics) / 60
     repeats = f"{plan.repeats} repeat{'s' if plan.repeats > 1 else ''} of {len(workloads)} windows"
     text = f"energy takes about {needed:.0f} min: {repeats}; the meter shows a new value every {characteristics.refresh_s:.2g} s"
@@ -180,13 +182,13 @@ def session_sentence(plan: Plan, workloads: Mapping[str, Workload], characterist
 
 
 def _interval_width(repeats: int) -> float:
-    """Returns the width of an interval of that many repeats, in units of their scatter."""
+    """Returns half the width of an interval from that many repeats, in standard deviations of a repeat."""
     freedom = repeats - 2 if repeats >= MIN_TO_DETREND else repeats - 1
     return t_quantile(freedom) / math.sqrt(repeats)
 
 
 def energy_figures(log: RunLog) -> EnergyReport:
-    """Computes a log's figures, over plain decoding where it was measured. Raises DeviceError if no repeat counts."""
+    """Computes a log's figures, with ratios to plain decoding if that was measured. Raises DeviceError if no repeat counts."""
     variants = {run.variant for run in log.runs}
     report = make_report(log, baseline=PLAIN if PLAIN in variants else None)
     lost = dict.fromkeys(text for run in log.runs for text in (*run.before.unknown, *run.after.unknown))
@@ -201,10 +203,10 @@ def energy_workloads(
     tokens: int,
     prompt_lengths: Sequence[int] = (),
 ) -> dict[str, Workload]:
-    """Returns the workloads of the protocol: each variant's requests over the prompts in turn, a prompt alone, loops of a single phase.
+    """Returns the workloads of the protocol: requests of each variant over the prompts in turn, a prompt alone, and loops of single phases.
 
-    The prompt alone has the longest of `prompt_lengths` up to LONGEST_PROMPT; each takes minutes. The phases of a request are
-    prefill, draft and verify, or without drafts prefill and plain; the last includes the loop's own time.
+    The prompt alone has the longest of `prompt_lengths` up to LONGEST_PROMPT. Each workload takes minutes. The phases of a request are
+    prefill, draft and verify, or without drafts, prefill and plain. The last phase includes the loop's own time.
     """
     first = next(iter(runners.values()))
     workloads = {v.label: _requests(first if v == BASELINE else runners[v.drafter], v, prompts, tokens) for v in variants}
@@ -214,7 +216,7 @@ def energy_workloads(
 
 
 def _prefills(session: Session, ids: Sequence[int]) -> Workload:
-    """Returns a workload that computes the prompt anew each time."""
+    """Returns a workload that computes the whole prompt each time."""
 
     def work() -> Work:
         begin = time.perf_counter()
@@ -231,7 +233,7 @@ def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[Prompt], t
     def work() -> Work:
         run = runner.run(variant, next(order), tokens)
         draft = 0.0 if variant.policy == PLAIN else run.draft_seconds or 0.0
-        forwards = "plain" if variant.policy == PLAIN else "verify"  # of one row or of several, whose watts may differ
+        forwards = "plain" if variant.policy == PLAIN else "verify"  # forwards of one row and of several may differ in watts
         phases = {PREFILL: run.prefill_seconds or 0.0, "draft": draft, forwards: run.seconds - draft}
         return Work(emitted_tokens=run.tokens, prompt_tokens=run.prompt_tokens, phases={k: s for k, s in phases.items() if s > 0})
 
@@ -239,7 +241,7 @@ def _requests(runner: EdgeRunner, variant: Variant, prompts: Sequence[Prompt], t
 
 
 def _calibration_loops(session: Session, prompt: Prompt) -> dict[str, Workload]:
-    """Loops of one phase each. The prefill that forwards and drafts need comes before the window, else its joules would count as theirs."""
+    """Returns loops of one phase each. The prefill that they need runs before the window, so that its joules do not count as theirs."""
     target, drafter, ids = session.target, session.drafter, list(prompt.ids)
 
     def start_text() -> None:
@@ -269,5 +271,5 @@ def _calibration_loops(session: Session, prompt: Prompt) -> dict[str, Workload]:
                 drafter.draft(ids[-1], DRAFT_LENGTH)
             return Work(emitted_tokens=0, phases={"draft": time.perf_counter() - begin})
 
-        loops["draft"] = PhaseLoop(start_text, draft)  # a draft follows a row of the newest forward
+        loops["draft"] = PhaseLoop(start_text, draft)  # a draft needs a row of the newest forward
     return {CALIBRATION + phase: loop for phase, loop in loops.items()}

@@ -1,4 +1,4 @@
-"""Peak memory of opening a bundle and running it once, measured in a child process, as a peak never goes down."""
+"""The peak memory of opening a bundle and running it once. It is measured in a child process, because a process's peak never goes down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAFT_LENGTH = 3
 
 
 def measure_memory(bundle: Path, *, backend: str, drafter: str, sequences: int, context: int, threads: int, device: str | None) -> Memory:
-    """Opens the bundle in a child process. Raises BackendError if that fails."""
+    """Opens and runs the bundle in a child process. Raises BackendError if that fails."""
     sizes = map(str, (sequences, context, threads, device or CPU))
     command = limited_command("edge_bench.measure.memory", str(bundle), backend, drafter, *sizes)
     child = run_child(command, seconds=TIMEOUT_SECONDS, failure=BackendError)

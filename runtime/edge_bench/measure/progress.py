@@ -1,4 +1,4 @@
-"""How far a benchmark is, on standard error: bars in a terminal, elsewhere a line every few seconds."""
+"""The progress of a benchmark on standard error: bars in a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edge_devices.errors import printable
 from edge_devices.waiting import Report
 from edge_runtime.session.load_options import LoadOptions
 
-# Interval between progress lines where there is no terminal, for example on a device.
+# The interval between progress lines without a terminal, for example on a device.
 LINE_SECONDS = 5.0
 
 
@@ -24,12 +24,12 @@ def note(text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in words, rounded as far as an estimate allows."""
+    """Returns a duration in words, rounded as befits an estimate."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 class BenchScreen:
-    """Bars of waits inside each other, with messages above them; `wait` is a `Waiting`."""
+    """Bars for nested waits, with messages above them. `wait` is a `Waiting`."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -63,7 +63,7 @@ class BenchScreen:
         return replace(load, notify=self.message, waiting=self.wait)
 
     def message(self, text: str) -> None:
-        """Prints a message above the bars, in one line: of a device's log the last is shown elsewhere."""
+        """Prints a message above the bars, in one line, because the last line of a device's log is shown elsewhere."""
         self._bars.console.print(printable(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:

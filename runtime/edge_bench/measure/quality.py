@@ -1,4 +1,4 @@
-"""Compares bundles' answers, on each engine that runs them, with those of a checkpoint or of another bundle."""
+"""Compares the next-token distributions of bundles, on each engine that runs them, with those of a checkpoint or another bundle."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import default_threads, open_session
 from edge_runtime.session.session import Session
 
-# The options of `LoadOptions` that decide what is compared.
+# The options of `LoadOptions` that `edge-bench quality` takes.
 QUALITY_LOADING = ("check", "public_key")
 _TARGET_ROLES = ("target", "embedding", "per_layer_embedding")
-# The module of edge-export that writes a checkpoint's logits; its package cannot be imported here.
+# The module of edge-export that writes a checkpoint's logits. It runs in a child process, because its package cannot be imported here.
 _CHECKPOINT_MODULE = "edge_export.parity.reference"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityRequest:
-    """What bundles are compared with, and on how much text."""
+    """What to compare bundles with, and on how much text."""
 
     checkpoint: str | None = option(
         panel="Measure", metavar="SOURCE", help="Compare with this checkpoint, a folder or hub name, in float32. Needs edge-mtp[verify]."
@@ -68,14 +68,17 @@ class QualityRequest:
     threads: int | None = threads_option()
 
     def __post_init__(self) -> None:
-        """Raises a usage error unless there is one reference."""
+        """Raises a usage error unless there is exactly one reference."""
         if (self.checkpoint is None) == (self.against is None):
             raise click.UsageError("quality compares with something: give --checkpoint SOURCE or --against BUNDLE, one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundleQuality:
-    """One bundle, a path, on one engine beside the reference. `target_bytes` are those of the target's files; `texts` are by kind."""
+    """One bundle on one engine, compared with the reference. `target_bytes` is the size of the target's files; `texts` is by kind of text.
+
+    `bundle` is the path as the user gave it.
+    """
 
     bundle: str
     backend: BackendKind
@@ -85,12 +88,12 @@ class BundleQuality:
 
     @property
     def overall(self) -> RowFigures:
-        """All texts as one."""
+        """The figures of all texts together."""
         return joined(self.texts)
 
     @property
     def label(self) -> str:
-        """Bundle, type and engine."""
+        """The bundle, its quantization and the engine."""
         return f"{self.bundle}, {self.quantization}, {CARDS[self.backend].title}"
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def _figures(rows: RowFigures) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityResult:
-    """All bundles beside one reference. `warnings` say of a bundle that it was made from other weights than the reference."""
+    """All bundles, compared with one reference. `warnings` names bundles that were made from other weights than the reference."""
 
     reference: str
     engines: dict[str, str]
@@ -120,7 +123,7 @@ class QualityResult:
 
 
 def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: LoadOptions) -> QualityResult:
-    """Compares each bundle, on the engine of the request or on each that runs it, with the reference.
+    """Compares each bundle with the reference, on the requested engine or on each engine that runs it.
 
     Temporary files take 4 bytes x vocabulary x 3 x `request.tokens`. Raises EdgeError.
     """
@@ -135,18 +138,18 @@ def measure_quality(bundles: Sequence[Path], request: QualityRequest, load: Load
             if request.against is not None:
                 reference = _write_bundle(request.against, folder, request.tokens, load, report)
             else:
-                assert request.checkpoint is not None  # the request has one of them
+                assert request.checkpoint is not None  # the request has exactly one reference
                 reference = _write_checkpoint(request.checkpoint, folder, request.tokens, load, report)
         texts = {kind: read_reference(folder, kind) for kind in KINDS}
         measured = tuple(_compared(path, kind, texts, reference, load) for path, kind in plans)
-        del texts  # Windows removes no file that is mapped
+        del texts  # Windows cannot remove a mapped file
     return QualityResult(reference=reference, engines=_versions(), bundles=measured, warnings=warnings)
 
 
 def _other_model(folder: Path, request: QualityRequest) -> str | None:
-    """A warning if a bundle was made from other weights than the reference, by its manifest; None if both are of one model.
+    """Returns a warning if a bundle's manifest names other weights than the reference; None if both are of the same model.
 
-    Of a checkpoint only a folder here is compared. Raises RequestError for models of other shapes.
+    A checkpoint is compared only if it is a local folder. Raises RequestError for models of different shapes.
     """
     manifest = open_bundle(folder, check="none").manifest
     source = manifest.sources.get("target")
@@ -195,7 +198,7 @@ def _backends(folder: Path, load: LoadOptions) -> list[BackendKind]:
 
 
 def _write_checkpoint(source: str, folder: Path, tokens: int, load: LoadOptions, report: Report) -> str:
-    """Lets edge-export write the checkpoint's logits, in a child process. Raises RequestError."""
+    """Runs edge-export in a child process, which writes the checkpoint's logits. Raises RequestError."""
     if find_spec("edge_export") is None:
         raise RequestError(
             f"a checkpoint is read by edge-export, which is not here; {how_to_get('export,verify')}, or compare with a bundle by --against"
@@ -218,7 +221,7 @@ def _write_checkpoint(source: str, folder: Path, tokens: int, load: LoadOptions,
 
 
 def _write_bundle(bundle: Path, folder: Path, tokens: int, load: LoadOptions, report: Report) -> str:
-    """Writes the logits of a bundle on the first engine that runs it. Raises EdgeError."""
+    """Writes the logits of a bundle, computed on the first engine that runs it. Raises EdgeError."""
     backend = _backends(bundle, load)[0]
     with _opened(bundle, backend, tokens, load) as session:
         for done, kind in enumerate(KINDS):
@@ -264,6 +267,6 @@ def _quantization(bundle: Bundle, backend: BackendKind) -> str:
 
 
 def _target_bytes(bundle: Bundle, backend: BackendKind) -> int:
-    """The bytes of the target's files for an engine; tables of embeddings are npy files of ONNX graphs."""
+    """Returns the size of the target's files for an engine. ONNX graphs have tables of embeddings in npy files."""
     formats = {"gguf": {"gguf"}, "onnx": {"onnx", "onnx_data", "npy"}}[CARDS[backend].format]
     return sum(file.bytes for file in bundle.manifest.files if file.format in formats and file.role.startswith(_TARGET_ROLES))

@@ -1,4 +1,4 @@
-"""The variants that a benchmark compares, and its raw records, one JSON object per line, from which every figure can be computed again."""
+"""The variants that a benchmark compares, and its raw records: one JSON object per line, from which all figures can be computed again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from edge_runtime.session.row_equality import RowEquality
 
 PLAIN, FIXED, DEFAULT = "plain", "fixed", "default"
 OURS, LLAMA_CPP = "edge-mtp", "llama.cpp"
-# Policies that choose lengths; `fixed` is measured by the fixed lengths.
+# The policies that choose draft lengths. The policy `fixed` is measured as the fixed lengths.
 CHOOSING_POLICIES = tuple(name for name in POLICIES if name != FIXED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to decode. `side` names the program; `policy` is plain, fixed, a policy, or default (a peer's); `length` belongs to fixed."""
+    """One way to decode. `side` is the program. `policy` is plain, fixed, a policy's name, or default for a peer. `length` is for fixed."""
 
     side: str
     drafter: str
@@ -35,7 +35,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The display name; unique among the variants of a run."""
+        """The display name, which is unique among the variants of a run."""
         if self.policy == PLAIN:
             return PLAIN if self.side == OURS else f"{self.side} {PLAIN}"
         who = self.drafter if self.side == OURS else self.side
@@ -55,7 +55,7 @@ def edge_variants(drafters: Sequence[DrafterKind], lengths: Sequence[int], polic
 
 
 def peer_variants(lengths: Sequence[int]) -> list[Variant]:
-    """Returns llama.cpp's plain decoding, its default, and its fixed lengths; it drafts with the dense drafter."""
+    """Returns llama.cpp's plain decoding, its default drafting, and fixed lengths. It drafts with the dense drafter."""
     return [
         Variant(side=LLAMA_CPP, drafter="none", policy=PLAIN),
         Variant(side=LLAMA_CPP, drafter="dense", policy=DEFAULT),
@@ -64,7 +64,7 @@ def peer_variants(lengths: Sequence[int]) -> list[Variant]:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Parses draft lengths such as 3, 1,2,4 or 1-8; "none" is no length. Raises RequestError."""
+    """Parses draft lengths such as 3, 1,2,4 or 1-8; "none" gives an empty tuple. Raises RequestError."""
     lengths = parse_numbers(text, "draft lengths")
     if lengths and not 1 <= min(lengths) <= max(lengths) <= MAX_DRAFT_LENGTH:
         raise RequestError(f"draft lengths {text!r} are not all in 1..{MAX_DRAFT_LENGTH}; plain decoding is always measured")
@@ -72,7 +72,7 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 
 def parse_numbers(text: str, what: str) -> tuple[int, ...]:
-    """Parses positive integers from 1,2,4 or 1-8, sorted without duplicates; "none" is none. Raises RequestError naming `what`."""
+    """Parses positive integers such as 1,2,4 or 1-8, sorted, without duplicates; "none" gives none. Raises RequestError about `what`."""
     if text == "none":
         return ()
     numbers: set[int] = set()
@@ -88,7 +88,7 @@ def parse_numbers(text: str, what: str) -> tuple[int, ...]:
 
 
 def parse_names(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
-    """Parses a comma-separated list of `known` names, in the order given; "none" is none. Raises RequestError naming `what`."""
+    """Parses a comma-separated list of `known` names, in the given order; "none" gives none. Raises RequestError about `what`."""
     if text == "none":
         return ()
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
@@ -98,15 +98,14 @@ def parse_names(text: str, known: Sequence[str], what: str) -> tuple[str, ...]:
     return names
 
 
-# The raw records of a benchmark, one JSON object per line: every figure can be computed again from the file.
-#
-# The first line is the header; each other line names its kind. Seconds are wall time. Fields: docs/measure-speed.md.
+# The raw records of a benchmark. The first line of a file is the header; each other line names its kind. Seconds are wall time. The fields
+# are described in docs/measure-speed.md.
 
 SCHEMA = 1
 NO_ROW_KERNELS = "none"
 LONGEST_LINE = 16 << 20
 MAX_LINES = 1_000_000
-# Seconds of decoding that a clock can tell from none.
+# The shortest decoding time, in seconds, that a clock can distinguish from zero.
 SHORTEST = 1e-9
 # Figures are disturbed if the machine was busy for more than this share of the time.
 DISTURBED_SHARE = 0.1
@@ -114,7 +113,7 @@ DISTURBED_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """One file of the bundle; `sha256` is empty in files of earlier versions."""
+    """One file of the bundle. `sha256` is empty in records of earlier versions."""
 
     role: str
     format: str
@@ -125,11 +124,11 @@ class ModelFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` are plain values; `engines` are versions by name.
+    """Machine, time, bundle and settings of the benchmark. `machine` and `settings` have plain values; `engines` has versions by name.
 
-    `row_kernels` names the variant of the project's own kernels that multiplies, NO_ROW_KERNELS where standard operators do; `planned` is
-    the number of measurements that a whole benchmark has (`Records.measured`). Both are None in files of earlier versions. `run` is a
-    random name of this run, which its energy log has too; empty in files of earlier versions.
+    `row_kernels` names the variant of this project's own kernels, or is NO_ROW_KERNELS if standard kernels are used. `planned` is the
+    number of measurements in the complete benchmark (see `Records.measured`). Both are None in records of earlier versions. `run` is a
+    random name of this run, which its energy log has too; it is empty in records of earlier versions.
     """
 
     schema: int
@@ -147,7 +146,7 @@ class Header:
 
     @property
     def weights(self) -> str:
-        """A short hash of the bundle's model files: records of equal ones compare. Empty where theirs are unknown."""
+        """A short hash of the bundle's model files. Records with equal hashes can be compared. Empty if a file's hash is unknown."""
         hashes = sorted(file.sha256 for file in self.files)
         return hashlib.sha256("".join(hashes).encode()).hexdigest()[:8] if all(hashes) and hashes else ""
 
@@ -161,11 +160,11 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One request. `part` is "domains", or "contexts" if the prompt was lengthened to `domain` tokens.
+    """One request. `part` is "domains", or "contexts" if the prompt was extended to `domain` tokens.
 
-    `seconds` is decoding time; the seconds of a phase are None if the program does not report them. Those that begin with `round` are per
-    round; `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` and `conditions` are
-    of the time since those before; None for runs that were too short to know, which belong to the next.
+    `seconds` is decoding time. The seconds of a phase are None if the program does not report them. Fields that begin with `round` have a
+    value for each round. `output` is a digest of the emitted ids; `accepted_from` counts the accepted drafts of each source. `load` and
+    `conditions` cover the time since the previous ones. They are None for a run that was too short; the next run's hold for it too.
     """
 
     part: str
@@ -198,7 +197,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class CostRecord:
-    """Seconds after a text of `length` tokens: `verify_seconds[n - 1]` for a target forward of n rows, and for one draft step."""
+    """Costs in seconds after a text of `length` tokens: `verify_seconds[n - 1]` for a target forward of n rows, and one draft step."""
 
     drafter: str
     length: int
@@ -221,8 +220,8 @@ class Memory:
 class KvTypeCost:
     """Figures of one KV cache type, on the same texts for all types.
 
-    `kl_mean` and `kl_max` are in nats per token, from the distributions of the float16 cache to those of this type; `same_best` is the
-    share of tokens with the same most likely token; `tokens_per_second` is for text that the type generated itself, with drafts.
+    `kl_mean` and `kl_max` are KL(float16 cache || this type) in nats per token. `same_best` is the share of positions with the same most
+    likely token. `tokens_per_second` is for text that was generated with this type, with drafts.
     """
 
     kv_type: str
@@ -240,8 +239,8 @@ class KvTypeCost:
 class Concurrency:
     """One level of concurrency: `clients` that each send their next request when the previous one ends.
 
-    `request_seconds` is from request to end, `token_seconds` between the tokens of a request (tokens of one round share its time);
-    `equal` of `compared` outputs are equal to those of a single session.
+    `request_seconds` has the time from each request to its end, `token_seconds` the time between tokens of a request (tokens of one round
+    share its time). Of `compared` outputs, `equal` are the same as in a single session.
     """
 
     clients: int
@@ -260,7 +259,7 @@ class Concurrency:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCost:
-    """One request with an image of at most `budget` soft rows, of which it has `rows`: seconds of its encoder and of the prefill."""
+    """One request with an image of `rows` soft rows, at most `budget`: the seconds of its encoder and of the prefill."""
 
     budget: int
     repeat: int
@@ -287,7 +286,7 @@ Record = Header | Run | CostRecord | Memory | KvTypeCost | Concurrency | ImageCo
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """All records of one benchmark; `rows` is None in files of earlier versions, which did not compare them."""
+    """All records of one benchmark. `rows` is None in records of earlier versions, which did not compare rows."""
 
     header: Header
     runs: tuple[Run, ...] = ()
@@ -301,7 +300,7 @@ class Records:
 
     @property
     def measured(self) -> int:
-        """The number of measurements, which a whole benchmark has `header.planned` of."""
+        """The number of measurements; a complete benchmark has `header.planned`."""
         return len(self.runs) + len(self.concurrency) + len(self.images) + len(self.kv_types)
 
     def doubts(self) -> tuple[str, ...]:
@@ -319,7 +318,7 @@ class Records:
 
 
 def collect(records: Sequence[Record]) -> Records:
-    """Groups records by kind; the first must be the header."""
+    """Groups records by kind. The first record must be the header."""
     header = records[0]
     assert isinstance(header, Header)
     return Records(
@@ -336,7 +335,7 @@ def collect(records: Sequence[Record]) -> Records:
 
 
 def trace_lines(runs: Sequence[Run]) -> Iterator[str]:
-    """Yields a line of JSON for each round of this program's runs, with the words of vLLM's counters (docs/measure-speed.md)."""
+    """Yields a line of JSON for each round of this program's runs, with the names of vLLM's counters (docs/measure-speed.md)."""
     for request, run in enumerate(runs):
         place = {"request": request, "part": run.part, "domain": run.domain, "prompt": run.prompt, "repeat": run.repeat}
         rounds = zip(run.round_drafted, run.round_accepted, run.round_draft_seconds, run.round_verify_seconds, strict=True)
@@ -359,7 +358,7 @@ def line_of(record: Record) -> str:
 
 
 def read_records(path: Path) -> Records:
-    """Reads a file of records. Raises RequestError with the line number if it is invalid."""
+    """Reads a file of records. Raises RequestError, with the line number, if it is invalid."""
     try:
         with path.open(encoding="utf-8") as file:
             records = list(_parsed(path, iter(lambda: file.readline(LONGEST_LINE), "")))
@@ -393,7 +392,7 @@ def _record(data: Any, *, first: bool) -> Record:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Raises StructureError for negative numbers, and for runs without tokens or time or with more accepted than drafted tokens."""
+    """Raises StructureError for negative numbers, for runs without tokens or time, and for more accepted than drafted tokens."""
     if is_dataclass(value) and not isinstance(value, MachineConditions):  # a temperature may be below zero
         for field in fields(value):
             _check_numbers(getattr(value, field.name), f"{where}.{field.name}")
@@ -425,7 +424,7 @@ def _check_numbers(value: Any, where: str) -> None:
 
 
 class RecordFile(GrowingFile):
-    """A file with one line per record, which is complete after every line, and kept after an error if it has more than the header."""
+    """A file with one line per record. It is valid after every line, and is kept after an error if it has more than the header."""
 
     def add(self, record: Record) -> None:
         """Appends a record. Raises MeasurementError if the disk is full."""

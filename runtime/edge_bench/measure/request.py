@@ -1,4 +1,4 @@
-"""The options of a measurement, and its prompts: those of the package by domain, and the user's own in several formats."""
+"""The options of a measurement, and its prompts: the shipped ones by domain, and the user's own in several formats."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import MARK, bundle_template
 
 DOMAINS = ("code", "prose", "chat", "structured", "repetitive")
-# Prompts of this domain are user turns.
+# Prompts of this domain are turns of a user.
 CHAT = "chat"
-# Keys under which files hold conversations: lists of texts, or of messages by role. Only the first turn of the user becomes a prompt.
+# Keys for conversations in files: lists of texts, or of messages by role. Only the user's first turn becomes a prompt.
 CONVERSATIONS = ("turns", "messages", "conversations")
 USERS = ("user", "human")
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -39,9 +39,9 @@ MAX_DOMAIN_LETTERS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt; `number` counts within its domain, from 0. The bundle's chat template is applied to a user's turn.
+    """One prompt. `number` counts from 0 within its domain. The bundle's chat template is applied to a user's turn.
 
-    Once it is tokenized, `text` is what other programs tokenize to the same `ids` (with control tokens written out).
+    After tokenizing, `text` is a text that other programs tokenize to the same `ids`, with control tokens written out.
     """
 
     domain: str
@@ -61,9 +61,9 @@ def shipped_prompts(domains: Sequence[str], count: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, count: int) -> list[Prompt]:
-    """Reads at most `count` of the user's prompts of each domain: JSON as FORMATS has it, or a text file as one prompt.
+    """Reads at most `count` of the user's prompts of each domain. The file is JSON as in FORMATS, or a text that is one prompt.
 
-    The domain is an entry's `category`, else the file's name. Raises RequestError.
+    The domain is an entry's `category`, or else the file's name. Raises RequestError.
     """
     with errors_as(RequestError, f"{path} cannot be read as UTF-8 text", "give a file of prompts", OSError, UnicodeDecodeError):
         text = read_at_most(path, MAX_FILE_BYTES).decode()
@@ -80,7 +80,7 @@ def read_prompts(path: Path, count: int) -> list[Prompt]:
 
 
 def _entries(path: Path, text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yields domain, prompt and whether it is a user's turn."""
+    """Yields each prompt's domain, its text, and whether it is a user's turn."""
     items = _json_items(path, text)
     if items is None and text.strip():
         yield path.stem, text, False
@@ -95,7 +95,7 @@ def _entries(path: Path, text: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def _json_items(path: Path, text: str) -> list[Any] | None:
-    """Returns the entries of JSON or of JSON Lines, None for each that cannot be read; None for a text that is no JSON."""
+    """Returns the entries of JSON or JSON Lines, with None for each entry that cannot be read; None for a text that is not JSON."""
     is_json = path.suffix.lower() in JSON_SUFFIXES
     if not is_json and not text.lstrip().startswith(("{", "[")):
         return None
@@ -113,7 +113,7 @@ def _parsed(text: str) -> Any:
 
 
 def _prompt(path: Path, item: Any, number: int) -> tuple[str, bool]:
-    """Returns the text of an entry, empty for a conversation without a turn of the user (ShareGPT has some), and whether it is a turn."""
+    """Returns an entry's text and whether it is a turn. The text is empty if the user has no turn, as in some entries of ShareGPT."""
     text = item.get("prompt") if isinstance(item, dict) else item
     turns = next((item[key] for key in CONVERSATIONS if isinstance(item.get(key), list)), None) if isinstance(item, dict) else None
     if not isinstance(text, str) and turns is not None:
@@ -124,11 +124,11 @@ def _prompt(path: Path, item: Any, number: int) -> tuple[str, bool]:
 
 
 def _turn(message: Any) -> str | None:
-    """Returns the text of a turn, or of a message of the user; None for others."""
+    """Returns the text of a turn, or of a user's message; None for other messages."""
     if isinstance(message, dict):
         is_user = message.get("role", message.get("from")) in USERS
         message = message.get("content", message.get("value")) if is_user else None
-    if isinstance(message, list):  # as the OpenAI API has it: parts
+    if isinstance(message, list):  # parts, as in the OpenAI API
         message = "".join(part["text"] for part in message if isinstance(part, dict) and isinstance(part.get("text"), str))
     return message if isinstance(message, str) else None
 
@@ -149,18 +149,18 @@ def prepare(prompts: Sequence[Prompt], session: Session) -> list[Prompt]:
 
 
 def long_prompt(prompts: Sequence[Prompt], length: int) -> tuple[int, ...]:
-    """Returns `length` ids: those of all prompts in turn, repeated as needed."""
+    """Returns `length` ids: all prompts one after the other, repeated as needed."""
     once = [token for prompt in prompts for token in prompt.ids]
     return tuple((once * (length // len(once) + 1))[:length])
 
 
-# The options of `LoadOptions` that a benchmark takes; the others would be measured against themselves.
+# The options of `LoadOptions` that a benchmark takes. It varies the others itself.
 LOADING = ("backend", "context", "packed_cache", "config", "preset", "check", "public_key")
 _DRAFTERS = tuple(kind for kind in DRAFTER_KINDS if kind != "none")
 
 
 class _Listed(click.ParamType[Any]):
-    """A text such as 1,2,4 that a function parses; values that are parsed already stay."""
+    """A text such as 1,2,4 that a function parses. Values that are already parsed stay as they are."""
 
     name = "text"
 
@@ -175,7 +175,7 @@ class _Listed(click.ParamType[Any]):
 
 
 def _listed(parse: Callable[[str], Any], usual: str = "none", *, about: str) -> Any:
-    """Returns the field of an option with a list in one text; `usual` is its default, which is empty if that is no list."""
+    """Returns the field of an option whose text is a list. `usual` is the default; a default in words stands for an empty list."""
     default = () if " " in usual else parse(usual)
     text = f"{about}  [default: {usual}]"
     return option(default=default, type=_Listed(parse), multiple=False, show_default=False, panel="Measure", help=text)
@@ -190,7 +190,7 @@ def _numbers(what: str) -> Callable[[str], tuple[int, ...]]:
 
 
 def _devices(text: str) -> tuple[str, ...]:
-    """Parses names of devices. Raises RequestError for none, or one twice."""
+    """Parses names of devices. Raises RequestError for an empty or repeated name."""
     names = tuple(name.strip() for name in text.split(",")) if text != "none" else ()
     if not all(names) or len(set(names)) < len(names):
         raise RequestError(f"{text!r} is not a list of different devices, such as cpu,gpu")
@@ -229,7 +229,7 @@ def _be_thorough(context: click.Context, _option: click.Parameter, value: bool) 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest:
-    """What to measure. `drafters` () is the default of a session; `tools` is the folder of llama.cpp's binaries."""
+    """What to measure. Empty `drafters` stand for a session's default; `tools` is the folder of llama.cpp's binaries."""
 
     domains: tuple[str, ...] = _listed(_names(DOMAINS, "domain"), ",".join(DOMAINS), about="Shipped prompt sets to use, or none.")
     files: tuple[Path, ...] = option(
@@ -279,7 +279,7 @@ class BenchRequest:
     threads: int | None = threads_option()
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """Returns the shipped prompts of the domains and the user's own. Raises RequestError for none, or for two sets of one name."""
+        """Returns the shipped prompts of the domains, and the user's own. Raises RequestError if there are none or a name occurs twice."""
         prompts = shipped_prompts(self.domains, self.per_domain)
         for file in self.files:
             prompts += read_prompts(file, self.per_domain)
@@ -294,7 +294,7 @@ class BenchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceList:
-    """Which devices of this machine compute."""
+    """The devices of this machine to measure on."""
 
     devices: tuple[str, ...] = _listed(
         _devices, about="Devices of this machine, such as cpu,gpu, one after the other in one table; --runs and --energy are folders."
@@ -303,7 +303,7 @@ class DeviceList:
 
 @dataclass(frozen=True, kw_only=True)
 class MeterOptions:
-    """Which meter is read, and about how many minutes the energy protocol may take."""
+    """Which meter to read, and about how many minutes the energy protocol may take."""
 
     meter: str | None = option(
         metavar="NAME",
@@ -320,9 +320,9 @@ class MeterOptions:
 
 
 def option_words(options: BenchRequest | LoadOptions | MeterOptions) -> list[str | Path]:
-    """Returns what `edge-bench run` on a device gets for the options that have another value than usual; files as local paths.
+    """Returns the arguments of `edge-bench run` on a device for all options that differ from their defaults. Files are local paths.
 
-    Meter, files of results, key and tools are chosen for the device; what --thorough sets goes there as options.
+    Meter, result files, key and tools are chosen for the device instead. What --thorough sets is passed as single options.
     """
     usual, words = type(options)(), list[str | Path]()
     for field in fields(options):

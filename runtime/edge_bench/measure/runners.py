@@ -1,4 +1,4 @@
-"""Runs requests of a benchmark on edge-mtp, with the time of each phase, or with llama.cpp's tools: all variants in turn on a prompt."""
+"""Runs a benchmark's requests on edge-mtp, with the time of each phase, or with llama.cpp's tools. All variants take turns on a prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A comparison: `variants` on `prompts`, `repeats` times, `tokens` tokens each. `part` as in `records.Run`."""
+    """A comparison: `variants` on `prompts`, `repeats` times, with `tokens` tokens each. `part` is as in `records.Run`."""
 
     part: str
     variants: tuple[Variant, ...]
@@ -36,7 +36,7 @@ class Schedule:
     tokens: int
 
     def requests(self) -> Iterator[tuple[int, Prompt, Variant]]:
-        """Yields repeat, prompt, variant: all variants on one prompt in the order of `mixed`, then on the next."""
+        """Yields (repeat, prompt, variant): all variants on one prompt in the order of `mixed`, then all on the next prompt."""
         for repeat in range(self.repeats):
             for index, prompt in enumerate(self.prompts):
                 for variant in mixed(self.variants, repeat, index):
@@ -53,16 +53,16 @@ class Schedule:
 def context_schedule(
     prompts: Sequence[Prompt], variants: Sequence[Variant], lengths: Sequence[int], *, repeats: int, tokens: int
 ) -> Schedule:
-    """Returns a comparison on one prompt of each length in tokens, made by joining all prompts."""
+    """Returns a comparison on one prompt of each length in tokens. These prompts are made by joining all `prompts`."""
     long = tuple(Prompt(domain=str(length), number=0, ids=long_prompt(prompts, length), text="") for length in lengths)
     return Schedule(part=CONTEXTS_PART, variants=tuple(variants), prompts=long, repeats=repeats, tokens=tokens)
 
 
 def mixed(items: Sequence[Item], turn: int, place: int = 0) -> list[Item]:
-    """Returns the items in the order of a turn at a place, the same in every measurement.
+    """Returns the items in a pseudo-random order for a turn and a place. The order is the same in every measurement.
 
-    Two turns have one order and its reverse, so that slow drift cancels out; the next two have another, so that nobody always comes after
-    the same neighbour: a forward of many rows leaves a machine warmer than one of a single row.
+    Two successive turns have one order and its reverse, so that slow drift cancels out. The next two turns have another order, so that no
+    item always comes after the same one: forwards of many rows leave a machine warmer than those of a single row.
     """
     order = list(items)
     random.Random(1_000_003 * place + turn // 2).shuffle(order)
@@ -73,18 +73,18 @@ class Runner(Protocol):
     """A program that decodes: edge-mtp or another one."""
 
     def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
-        """Greedily decodes at most `tokens` tokens after a prompt; `part` and `repeat` are the run's place, as in `records.Run`."""
+        """Greedily decodes at most `tokens` tokens after a prompt. `part` and `repeat` are as in `records.Run`."""
 
 
 class EdgeRunner:
-    """Runs variants on one opened pair. Each policy gets its own session, as if opened with that policy."""
+    """Runs variants on one opened pair. Each policy gets its own session, as if it had been opened with that policy."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._sessions: dict[str, Session] = {}
 
     def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
-        """Decodes. The safety net has its default for policies and is off for plain decoding and fixed lengths."""
+        """Runs one request. Policies have the default safety net; plain decoding and fixed lengths have none."""
         rounds: list[Round] = []
         generation = start(self._session(variant), variant, prompt.ids, tokens, rounds.append)
         seconds, round_seconds = 0.0, []
@@ -133,14 +133,14 @@ def session_for(session: Session, variant: Variant) -> Session:
 def start(
     session: Session, variant: Variant, ids: Sequence[int], tokens: int, on_round: Callable[[Round], None] | None = None
 ) -> Generation:
-    """Starts a greedy request of the variant, on a session whose settings have the variant's policy."""
+    """Starts a greedy request of the variant. The session's settings must have the variant's policy."""
     length = 0 if variant.policy == PLAIN else variant.length
     policy = None if length is None else Fixed(length)
     return session.generate(ids, max_tokens=tokens, policy=policy, on_round=on_round)
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """Returns a short digest of the tokens."""
+    """Returns a short hash of the tokens."""
     return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
@@ -155,7 +155,7 @@ COUNTS = re.compile(r"n_(drafted|accept)\s+=\s+(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaTools:
-    """The tools in the folder `tools`: greedy, on the CPU, without weight repacking if they die of it on this machine."""
+    """The tools in the folder `tools`. They decode greedily on the CPU, without weight repacking if that crashes on this machine."""
 
     tools: Path
     target: Path
@@ -172,10 +172,10 @@ class LlamaTools:
                 )
 
     def run(self, variant: Variant, prompt: Prompt, tokens: int, *, part: str = DOMAINS_PART, repeat: int = 0) -> Run:
-        """Runs one request. Plain decoding is timed by llama-bench at the prompt's depth, as the speculative tool has no plain mode.
+        """Runs one request. llama-bench times plain decoding at the prompt's depth, because the speculative tool has no plain mode.
 
-        Each run loads the files again; its seconds are for decoding only. llama-bench's prefill ends with the first token's logits; the
-        speculative tool times all but the last row. Raises BackendError if a tool fails.
+        Each run loads the files again, but its seconds are for decoding only. llama-bench's prefill ends with the first token's logits; the
+        speculative tool's prefill leaves out the last row. Raises BackendError if a tool fails.
         """
         first_token = prefill = None
         if variant.policy == PLAIN:
@@ -202,11 +202,11 @@ class LlamaTools:
         )
 
     def _speculative(self, variant: Variant, text: str, tokens: int) -> tuple[int, int, int, float, float | None]:
-        """Returns emitted, drafted and accepted tokens, seconds of decoding and of the prefill."""
+        """Returns the emitted, drafted and accepted tokens, and the seconds of decoding and prefill."""
         drafts = ["-md", str(self.drafter), "--spec-type", "draft-mtp"]
         drafts += ["--spec-draft-n-max", str(variant.length)] if variant.policy == FIXED else []
         request = ["--temp", "0", "-c", str(self.context), "-n", str(tokens), "--no-escape", "-p", text]
-        # The tool's log thread sometimes ends before it has written the last lines; then the tool runs again.
+        # The tool's log thread sometimes ends before it has written the last lines. Then the tool is run again.
         for _ in range(ATTEMPTS):
             output = self._output(SPECULATIVE, *drafts, *request, *([] if self.repack else ["--no-repack"]))
             timing, prefill, counts = DECODED.search(output), ENCODED.search(output), dict(COUNTS.findall(output))
@@ -224,7 +224,7 @@ class LlamaTools:
             raise BackendError(f"{BENCH} printed no figures ({error!r}); the output of this build is not supported") from error
 
     def _bench(self, *test: str) -> dict[str, Any]:
-        """Returns what llama-bench prints of its first test."""
+        """Returns llama-bench's record of its first test."""
         output = self._output(BENCH, *test, "-r", "1", "-o", "json", *([] if self.repack else ["--repack", "0"]))
         try:
             record: dict[str, Any] = json.loads(output[output.index("[") : output.rindex("]") + 1])[0]
@@ -233,7 +233,7 @@ class LlamaTools:
         return record
 
     def tried(self) -> LlamaTools:
-        """Returns the tools as they run here: a build for AMX dies on virtual machines that report AMX without having it."""
+        """Returns the tools with repacking turned off if they crash: a build for AMX does on virtual machines that report AMX wrongly."""
         try:
             self._bench_seconds(TRIAL_ROWS, "-p", str(TRIAL_ROWS), "-n", "1")
         except BackendError:
@@ -241,7 +241,7 @@ class LlamaTools:
         return self
 
     def build(self) -> str:
-        """Returns number and commit of the build, as llama-bench states them."""
+        """Returns the number and commit of the build, as llama-bench reports them."""
         record = self._bench("-p", "1", "-n", "0")
         return f"b{record.get('build_number', '?')} ({record.get('build_commit', '?')})"
 
@@ -255,6 +255,6 @@ class LlamaTools:
 
 
 def llama_tools(bundle: Bundle, tools: Path, *, context: int, threads: int) -> LlamaTools:
-    """Returns the tools for a bundle's model files, tried. What llama.cpp's library does here, with our kernels, says nothing of them."""
+    """Returns the tools for a bundle's model files, after a trial run. That this project's own build of llama.cpp runs does not suffice."""
     target, drafter = (bundle.folder / bundle.file(role, "gguf").path for role in ("target", "drafter"))
     return LlamaTools(tools=tools, target=target, drafter=drafter, context=context, threads=threads).tried()

@@ -1,4 +1,4 @@
-"""Measurements over a range: concurrent clients, images of several sizes, and types of K/V rows."""
+"""Measurements over a range: numbers of concurrent clients, sizes of images, and types of K/V rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_level(
     tokens: int,
     repeat: int,
 ) -> Concurrency:
-    """Runs every prompt once for each client, in a different order per client; `expected` are the outputs to compare with."""
+    """Runs every prompt once for each client, in a different order per client. `expected` has the outputs to compare with."""
     clients = [session_for(session, variant) for session in sessions.sessions]
     outputs: dict[int, Sequence[int]] = {}
     generations: list[Generation] = []
@@ -87,11 +87,11 @@ def run_level(
     )
 
 
-# Requests about images of several sizes: the time of the encode phase and of the prefill, and their workloads for an energy meter.
+# Requests about images of several sizes: the times of encoder and prefill, and workloads for the energy protocol.
 
 
 def check_sizes(session: Session, budgets: Sequence[int]) -> None:
-    """Raises RequestError for a budget that images do not have, or that the session does not take."""
+    """Raises RequestError for a budget that images cannot have, or that does not fit the session."""
     for budget in budgets:
         check_budget(budget)
         rows = session.media_rows(square(budget, 0))
@@ -100,14 +100,14 @@ def check_sizes(session: Session, budgets: Sequence[int]) -> None:
 
 
 def measure_image(session: Session, budget: int, repeat: int) -> ImageCost:
-    """Runs one request with an image that was not encoded before, up to its first token."""
+    """Runs one request up to its first token, with an image that was not encoded before."""
     stats = time_image(session, square(budget, repeat))
     prefill = stats.prefill_seconds - stats.encode_seconds
     return ImageCost(budget=budget, repeat=repeat, rows=stats.media_rows, encode_seconds=stats.encode_seconds, prefill_seconds=prefill)
 
 
 def image_workloads(session: Session, budgets: Sequence[int]) -> dict[str, Workload]:
-    """Returns a workload of such requests for each budget: the phases are encode, prefill, and the forward of the first token."""
+    """Returns a workload of such requests for each budget. Its phases are encode, prefill, and the forward of the first token."""
     seeds = itertools.count(1)
     return {f"image {budget}": _requests(session, budget, seeds) for budget in budgets}
 
@@ -124,10 +124,10 @@ def _requests(session: Session, budget: int, seeds: Iterator[int]) -> Workload:
 
 # Measures KV cache types: acceptance, tokens per second, bytes, and the change of the target's next-token distributions.
 #
-# Acceptance and distributions are measured on the same texts for every type, generated with a float16 cache: each type by itself would
-# generate another text, and some texts are easier to draft than others.
+# Acceptance and distributions are measured on the same texts for every type, which were generated with a float16 cache. On its own, each
+# type would generate another text, and some texts are easier to draft than others.
 
-# Prompt and greedy tokens.
+# The token ids of a prompt, and the greedy tokens after it.
 Text = tuple[list[int], list[int]]
 
 
@@ -142,10 +142,10 @@ def measure_kv_types(
     context: int | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> Iterator[KvTypeCost]:
-    """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 always comes first. Yields each as soon as it is
-    measured, so that a warm machine may rest before the next.
+    """Measures each type over texts of `max_tokens` tokens after `prompts`; float16 always comes first.
 
-    Temporary files take 4 bytes x tokens x vocabulary. Raises the errors of `open_session`, and RequestError without prompts.
+    Yields each result as soon as it is measured, so that a warm machine can rest before the next one. Temporary files take 4 bytes x tokens
+    x vocabulary. Raises the errors of `open_session`, and RequestError without prompts.
     """
     if not prompts:
         raise RequestError("there is no prompt to measure with; give at least one")
@@ -163,7 +163,7 @@ def measure_kv_types(
 
 
 def _write(session: Session, prompts: Sequence[str], max_tokens: int, draft_length: int) -> tuple[list[Text], float]:
-    """Returns the texts, and the seconds their decoding took."""
+    """Generates the texts. Returns them and the seconds of decoding."""
     texts, seconds = [], 0.0
     for prompt in prompts:
         generation = session.generate(prompt, max_tokens=max_tokens, policy=Fixed(draft_length))
@@ -175,7 +175,7 @@ def _write(session: Session, prompts: Sequence[str], max_tokens: int, draft_leng
 
 
 def _cost(session: Session, kv_type: KvType, texts: Sequence[Text], draft_length: int, folder: Path, speed: float) -> KvTypeCost:
-    """Compares a type with the logits of float16, which are in `folder`; of float16 puts them there."""
+    """Compares a type with float16, whose logits are in `folder`. For float16 itself, writes its logits there."""
     counts, kl, same = Counter[str](), list[float](), list[bool]()
     for number, (prompt, tokens) in enumerate(texts):
         if not tokens:  # it ended at once
@@ -209,7 +209,7 @@ def _cost(session: Session, kv_type: KvType, texts: Sequence[Text], draft_length
 
 
 def _rows(session: Session, prompt: list[int], tokens: list[int], draft_length: int, counts: Counter[str]) -> Iterator[Logits]:
-    """Yields the row of logits [1, vocabulary] before each token of a text. Drafts at each place are counted, and dropped."""
+    """Yields the row of logits [1, vocabulary] before each token of a text. Drafts at each position are counted, then dropped."""
     target, drafter = session.target, session.drafter
     target.rollback(0)
     target.prefill(prompt[:-1])
@@ -223,7 +223,7 @@ def _rows(session: Session, prompt: list[int], tokens: list[int], draft_length: 
 
 
 def _accepted(drafts: Sequence[int], logits: Logits) -> int:
-    """Returns how many drafts greedy verification accepts."""
+    """Returns how many of the drafts greedy verification accepts."""
     for i, draft in enumerate(drafts):
         if int(logits[i].argmax()) != draft:
             return i

@@ -1,1 +1,1 @@
-"""Statistics, tables, plots and the HTML page, from records alone."""
+"""Statistics, tables, plots and the HTML page, computed from records alone."""

@@ -1,10 +1,12 @@
 """Figures of a benchmark, computed from its records alone: one row per variant, and paired ratios with bootstrap intervals.
 
-A pair is the same prompt in the same repeat. A ratio is the geometric mean over the domains of the geometric mean over their prompts
-of each prompt's median ratio. The interval is for measuring the same prompts again; it does not cover other prompts. The standard error
-of the logarithm comes from a bootstrap over the repeats of each prompt (Efron 1979), times sqrt(n / (n - 1)), as resamples of n repeats
-scatter too little by that factor. The interval is this error times the quantile of Student's t, since a percentile of the resamples
-cannot lie outside of the few measured values.
+A pair is two runs of the same prompt in the same repeat. A prompt's ratio is the median of its pairs. The ratio of two variants is the
+geometric mean of these over the prompts of a domain, and then over the domains.
+
+The interval is for measuring the same prompts again; it does not cover other prompts. The standard error of the logarithm comes from a
+bootstrap over the repeats of each prompt (Efron 1979). It is multiplied by sqrt(n / (n - 1)), because resamples of n repeats scatter too
+little by that factor. Half of the interval is this error times a quantile of Student's t. Percentiles of the resamples are not used,
+because they cannot lie outside the few measured values.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from edge_devices.files.typed_json import to_json
 from edge_runtime.session.monitor import Latencies
 
 DRAWS = 2000
-# An interval whose ends differ by more than this factor says nothing.
+# An interval whose ends differ by more than this factor is too wide to mean anything.
 WIDEST = 4
 SEED = 20261121
 
-# Logarithms of the ratios of one prompt, one for each repeat that both variants have.
+# The logarithms of one prompt's ratios, one for each repeat that both variants have.
 Logs = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A ratio with its 95% interval, whose ends are None if there is a single repeat only. `pairs` is the number of pairs.
+    """A ratio with its 95% interval, whose ends are None if there is only one repeat. `pairs` is the number of pairs.
 
-    `worst` is the lowest median of a prompt.
+    `worst` is the lowest ratio of a prompt.
     """
 
     value: float
@@ -52,7 +54,7 @@ class Ratio:
 
     @property
     def determined(self) -> bool:
-        """Whether the runs agree well enough for the ratio to mean something; True for a single repeat, which has no interval."""
+        """Whether the runs agree well enough for the ratio to mean something. True for a single repeat, which has no interval."""
         return self.low is None or self.high is None or self.high <= WIDEST * self.low
 
     @property
@@ -67,12 +69,12 @@ class Ratio:
 
 
 def speed(run: Run) -> float:
-    """Returns emitted tokens per second of decoding."""
+    """Returns the emitted tokens per second of decoding."""
     return run.tokens / run.seconds
 
 
 def paired_logs(runs: Iterable[Run], baseline: Iterable[Run]) -> dict[str, list[Logs]]:
-    """Returns the logarithms of speed / baseline speed: per domain a list of prompts, per prompt an array of repeats."""
+    """Returns the logarithms of speed / baseline speed: for each domain a list of prompts, for each prompt an array of repeats."""
     base = {(run.domain, run.prompt, run.repeat): speed(run) for run in baseline}
     prompts: dict[tuple[str, int], list[float]] = defaultdict(list)
     for run in runs:
@@ -86,7 +88,7 @@ def paired_logs(runs: Iterable[Run], baseline: Iterable[Run]) -> dict[str, list[
 
 
 def first_token_ratio(runs: Iterable[Run], others: Iterable[Run]) -> Ratio | None:
-    """Returns how many times as early the first token of `runs` comes as that of `others`; None without pairs that time it."""
+    """Returns how many times faster the first token of `runs` comes than that of `others`; None without pairs that time it."""
 
     def timed(each: Iterable[Run]) -> list[Run]:
         return [replace(run, tokens=1, seconds=run.first_token_seconds) for run in each if run.first_token_seconds]
@@ -95,7 +97,7 @@ def first_token_ratio(runs: Iterable[Run], others: Iterable[Run]) -> Ratio | Non
 
 
 def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
-    """Returns the geometric mean over the domains of the geometric mean over their prompts; None without pairs."""
+    """Returns the ratio, and its interval, from the logarithms of each domain's prompts (`paired_logs`); None without pairs."""
     if not domains:
         return None
     prompts = [logs for domain in domains.values() for logs in domain]
@@ -114,12 +116,12 @@ def ratio(domains: Mapping[str, list[Logs]]) -> Ratio | None:
     )
 
 
-# Beyond it exp() has no value.
+# exp() overflows above this value.
 _LARGEST_LOG = 700.0
 
 
 def _seeded(domains: Mapping[str, list[Logs]]) -> Iterable[list[tuple[Logs, np.random.Generator]]]:
-    """Yields each domain's prompts with a fixed random generator each, so that figures are reproducible."""
+    """Yields each domain's prompts, each with its own fixed random generator, so that figures are reproducible."""
     for number, logs in enumerate(domains.values()):
         yield [(prompt, np.random.default_rng([SEED, number, index])) for index, prompt in enumerate(logs)]
 
@@ -129,7 +131,7 @@ def _drawn_medians(prompt: tuple[Logs, np.random.Generator]) -> NDArray[np.float
     return np.median(logs[random.integers(0, len(logs), (DRAWS, len(logs)))], axis=1)
 
 
-# The parts of the figures that have a row per variant.
+# The fields of `Figures` that have rows of variants.
 ROWS = ("overall", "by_domain", "by_context")
 
 
@@ -137,12 +139,12 @@ ROWS = ("overall", "by_domain", "by_context")
 class Row:
     """One variant over all its runs, or over those of one domain. Speeds are medians, in tokens per second; shares are 0 to 1.
 
-    `speed_up` is over plain decoding of edge-mtp; None for that itself. `mean_acceptance_length` is emitted tokens / target forwards.
-    `accepted_from` is the share of the emitted tokens that each source of drafts brought. `prompt_tokens` is the median length of the
-    prompts, `prompt_tokens_per_second` the median of a prompt's tokens / seconds until its first new token.
-    `claim` is "faster", "slower", why nothing is claimed ("incomplete", "disturbed"), or "" if the interval contains 1 or is unknown.
-    `equal` of `compared` outputs are equal to those of plain decoding. `phase_seconds_per_token` has `draft`, `verify` and `other`.
-    Figures are None if nothing was drafted, or the program does not report them.
+    `speed_up` is over edge-mtp's plain decoding; None for plain decoding itself. `mean_acceptance_length` is emitted tokens / target
+    forwards. `accepted_from` is the share of the emitted tokens that came from each source of drafts. `prompt_tokens` is the median prompt
+    length. `prompt_tokens_per_second` is the median of a prompt's tokens / seconds until its first new token.
+    `claim` is "faster" or "slower", or the reason why nothing is claimed ("incomplete", "disturbed"), or "" if the interval contains 1 or
+    is unknown. Of `compared` outputs, `equal` are the same as with plain decoding. `phase_seconds_per_token` has `draft`, `verify` and
+    `other`. A figure is None if nothing was drafted, or if the program does not report it.
     """
 
     variant: Variant
@@ -167,7 +169,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Against:
-    """The ratio of the speeds of a variant of edge-mtp and a variant of a peer."""
+    """The speed of a variant of edge-mtp, divided by that of a variant of a peer program."""
 
     ours: Variant
     peer: Variant
@@ -176,7 +178,7 @@ class Against:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One level of concurrency with one variant; `tokens_per_second` is the sum over all clients."""
+    """One level of concurrency with one variant. `tokens_per_second` is the sum over all clients."""
 
     variant: Variant
     clients: int
@@ -192,7 +194,7 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow:
-    """Medians of requests with an image of at most `budget` soft rows: seconds of the encoder and of the prefill."""
+    """The median seconds of encoder and prefill, for requests with an image of at most `budget` soft rows."""
 
     budget: int
     rows: int
@@ -202,7 +204,7 @@ class ImageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """All figures. `overall` has a row per variant, `by_domain` a row per variant and domain, `by_context` likewise for text lengths."""
+    """All figures: rows `overall` for each variant, `by_domain` for each variant and domain, `by_context` for each variant and length."""
 
     records: Records
     overall: tuple[Row, ...]
@@ -234,8 +236,8 @@ class Figures:
 
 
 def figures(records: Records, energy: EnergyReport | None = None, energy_log: RunLog | None = None) -> Figures:
-    """Computes all figures that the records allow, of the measurements that count; those not measured stay empty."""
-    counted, remarks, disturbed = _counted(records)
+    """Computes all figures that the records allow, from the measurements that count. Figures without measurements stay empty."""
+    counted, remarks, disturbed = _countable(records)
     domains = [run for run in counted.runs if run.part == DOMAINS_PART]
     contexts = [run for run in counted.runs if run.part == CONTEXTS_PART]
     doubts = (*records.doubts(), *disturbed)
@@ -254,9 +256,10 @@ def figures(records: Records, energy: EnergyReport | None = None, energy_log: Ru
     )
 
 
-def _counted(records: Records) -> tuple[Records, list[str], list[str]]:
-    """Returns the records with the measurements that count, remarks on the others, and the doubt where none of a variant would be left:
-    then all stay.
+def _countable(records: Records) -> tuple[Records, list[str], list[str]]:
+    """Returns the records with the measurements that count, remarks about the others, and doubts.
+
+    If no measurement of some variant would be left, all measurements stay, with a doubt.
     """
     runs, why = undisturbed(records.runs)
     levels, why_levels = undisturbed(records.concurrency)
@@ -278,7 +281,7 @@ def _counted(records: Records) -> tuple[Records, list[str], list[str]]:
 
 
 def _grouped(runs: Iterable[Run]) -> dict[Variant, list[Run]]:
-    """Returns each variant's runs, in the order in which variants are listed: as they ran they are mixed."""
+    """Returns each variant's runs, with the variants in the order of the tables. In the records, they are mixed as they ran."""
     groups: dict[Variant, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.variant].append(run)
@@ -345,7 +348,7 @@ def _row(variant: Variant, domain: str | None, runs: list[Run], baseline: list[R
 
 
 def _typical_speed(runs: Sequence[Run]) -> float:
-    """Returns the median over the repeats of tokens per second, with all prompts of a repeat added up."""
+    """Returns the median over the repeats of tokens per second, where each repeat is the sum of all its prompts."""
     repeats: dict[int, list[Run]] = defaultdict(list)
     for run in runs:
         repeats[run.repeat].append(run)
@@ -353,7 +356,7 @@ def _typical_speed(runs: Sequence[Run]) -> float:
 
 
 def _by_position(runs: Sequence[Run]) -> tuple[float, ...]:
-    """Returns, per position i, the share of rounds that accepted draft i among those that drafted it."""
+    """Returns, for each draft position, the share of the rounds with a draft there that accepted it."""
     longest = max((len(run.drafted_at) for run in runs), default=0)
     drafted, accepted = [0] * longest, [0] * longest
     for run in runs:
@@ -389,14 +392,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def best_fixed(groups: dict[Variant, list[Run]], side: str) -> Variant | None:
-    """Returns the program's fixed length with the highest geometric mean over domains of the speed-up over plain decoding."""
+    """Returns the program's fixed length with the highest speed-up over plain decoding, as a geometric mean over the domains."""
     baseline = next((runs for variant, runs in groups.items() if _is_baseline(variant)), [])
     ratios = {v: ratio(paired_logs(runs, baseline)) for v, runs in groups.items() if v.side == side and v.policy == FIXED}
     return max((v for v, r in ratios.items() if r), key=lambda v: ratios[v].value, default=None)  # type: ignore[union-attr]
 
 
 def _against(runs: Sequence[Run]) -> tuple[Against, ...]:
-    """Compares our policies, best fixed length and plain decoding with each peer's plain decoding, default and best fixed length."""
+    """Compares edge-mtp with each peer. On either side: plain decoding, policies or the default, and the best fixed length."""
     groups = _grouped(runs)
     sides = {variant.side for variant in groups}
     rows = []

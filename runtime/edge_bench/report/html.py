@@ -1,4 +1,4 @@
-"""The pages: the report with plots and tables of all figures, self-contained; and what bundles keep of a model's answers."""
+"""The HTML pages, which load nothing else: the report with plots and tables of all figures, energy, and the quality of bundles."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ _COLUMNS: Columns[_Line] = (
 
 
 def quality_tables(result: QualityResult) -> list[TextTable]:
-    """Returns the table: of each bundle on each engine all texts together, then each kind of text."""
+    """Returns a table with rows for each bundle on each engine: all texts together, then each kind of text."""
     lines = [_Line(of=each, text=text, rows=rows) for each in result.bundles for text, rows in {"all": each.overall, **each.texts}.items()]
     note = " ".join([_NOTE, *(f"Warning: {text}." for text in result.warnings)])
     return [table_of("quality", f"Answers beside {result.reference}", lines, _COLUMNS, note)]
 
 
 def quality_plots(result: QualityResult) -> list[Plot]:
-    """Returns the plot of KL over bytes; none for a single measurement. Raises RequestError if the plotting library is missing."""
+    """Returns the plot of KL over bytes; an empty list for a single measurement. Raises RequestError if the plotting library is missing."""
     if len(result.bundles) < 2:
         return []
 
@@ -85,7 +85,7 @@ def quality_plots(result: QualityResult) -> list[Plot]:
     return [draw_svg("quality", f"Mean KL over bytes, beside {result.reference}", draw)]
 
 
-# The plots shown before each table.
+# The plots that are shown before each table.
 PLOT_OF_TABLE = {
     "domains": ("speed-by-domain", "speed-by-length"),
     "acceptance": ("acceptance",),
@@ -99,7 +99,7 @@ PLOT_OF_TABLE = {
 
 
 def report_page(figures: Figures) -> str:
-    """Returns the page. Raises RequestError if the plotting library is missing."""
+    """Returns the page of a benchmark. Raises RequestError if the plotting library is missing."""
     header = figures.records.header
     title, head = f"edge-bench: {header.bundle}", [machine_line(header)]
     return _document(title, head, notes(figures), all_tables(figures), all_plots(figures), verdict(figures))
@@ -121,14 +121,14 @@ def energy_page(report: EnergyReport, log: RunLog) -> str:
 
 
 def tables_page(title: str, tables: Sequence[TextTable], plots: Sequence[Plot] = ()) -> str:
-    """Returns a page of tables, and of plots that `PLOT_OF_TABLE` puts before them."""
+    """Returns a page of tables, with the plots that `PLOT_OF_TABLE` puts before them."""
     return _document(title, [], [], tables, plots)
 
 
 def _document(
     title: str, head: Sequence[str], remarks: Sequence[str], tables: Sequence[TextTable], drawn: Sequence[Plot], sentence: str = ""
 ) -> str:
-    """Returns the page, which loads nothing; text of the records cannot run as a script. All values but the plots are escaped."""
+    """Returns the page, which loads nothing. All values except plots are escaped, so that no text of the records can run as a script."""
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     )

@@ -1,6 +1,6 @@
 """The plots of a benchmark's figures and of an energy measurement, as SVG in the page's text colour, readable in dark and light mode.
 
-Those of energy name the meter's scope. The only module that imports matplotlib."""
+Energy plots name the meter's scope. This is the only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Placeholder for the page's text colour; no series uses it.
+# A placeholder for the page's text colour. No series uses this colour.
 INK = "#010203"
 # Okabe and Ito's colours for colour-blind readers, adjusted to a contrast of 3 : 1 on both white and near black.
 COLOURS = ("#0072b2", "#c47f00", "#009e73", "#cc79a7", "#d55e00", "#3c95cf", "#8c8c8c", "#978800")
@@ -61,7 +61,7 @@ STYLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """One plot: its name, its title and the SVG element."""
+    """One plot: its name, its title and its SVG element."""
 
     name: str
     title: str
@@ -69,7 +69,7 @@ class Plot:
 
 
 def require_library() -> None:
-    """Raises RequestError if the plotting library is missing. Called before the measurement."""
+    """Raises RequestError if the plotting library is missing. Called before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
         raise RequestError("the HTML report needs matplotlib; install it with: pip install 'edge-mtp[report]'")
 
@@ -77,7 +77,7 @@ def require_library() -> None:
 def draw_svg(name: str, title: str, draw: Callable[[Axes], None]) -> Plot:
     """Returns the plot that `draw` makes on its axes. Raises RequestError if the plotting library is missing."""
     require_library()
-    os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))  # its list of fonts, which is read when it is imported
+    os.environ.setdefault("MPLCONFIGDIR", str(cache_folder() / "matplotlib"))  # for its font list; read when it is imported
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -91,7 +91,7 @@ def draw_svg(name: str, title: str, draw: Callable[[Axes], None]) -> Plot:
 
 
 def _inline(svg: str, name: str, title: str) -> str:
-    """Converts an SVG file to an inline element: the page's text colour, unique ids, and a label for screen readers."""
+    """Converts an SVG file to an inline element with the page's text colour, unique ids and a label for screen readers."""
     svg = svg.replace(INK, "currentColor")
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
@@ -109,7 +109,7 @@ def legend(axes: Axes) -> Iterator[None]:
 
 
 def stacked_bars(axes: Axes, labels: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
-    """Draws a bar for each label from top to bottom: the parts one after the other, by name, with a width for each label."""
+    """Draws a stacked bar for each label, from top to bottom. `parts` has the name of each part and its width for each label."""
     left = [0.0] * len(labels)
     with legend(axes):
         for number, (name, widths) in enumerate(parts.items()):
@@ -130,7 +130,7 @@ def label_text(label: str) -> str:
     return label.replace("$", r"\$").replace("_", "\u200a_", 1) if label.startswith("_") else label.replace("$", r"\$")
 
 
-MAX_POINTS = 1500  # per curve: more are not distinguishable on a page
+MAX_POINTS = 1500  # per curve; more cannot be distinguished on a page
 LONG_S = 600.0  # longer recordings have their time axis in minutes
 IDLE_COLOUR, REFUSED_HATCH = "#8c8c8c", "xx"
 
@@ -149,7 +149,10 @@ def energy_plots(report: EnergyReport, log: RunLog | None = None) -> list[Plot]:
 
 
 def power_curve(trace: Trace, points: int = MAX_POINTS) -> list[tuple[float, float, float]]:
-    """Returns (start, end, mean watts) of spans of at least 1/`points` of the trace, in seconds; for a counter, between new values."""
+    """Returns spans of the trace as (start, end, mean watts), with times in seconds.
+
+    Each span lasts at least 1/`points` of the trace. For a counter, it also ends where the counter has a new value.
+    """
     counter = trace.facts.kind is Kind.COUNTER
     shortest = (trace.times[-1] - trace.times[0]) / points if trace.times else 0.0
     spans: list[tuple[float, float, float]] = []
@@ -200,7 +203,7 @@ def _draw_power(axes: Axes, log: RunLog) -> None:
 
 
 def _draw_tokens(axes: Axes, report: EnergyReport) -> None:
-    """Draws bars that include idle power, and the part above idle as a second, thinner bar."""
+    """Draws a bar for joules with idle power included, and a second, thinner bar for the part above idle."""
     variants = [v for v in report.variants if v.joules_per_output_token]
     with legend(axes):
         for place, variant in enumerate(variants):
@@ -270,7 +273,7 @@ def all_plots(figures: Figures) -> list[Plot]:
 
 
 def _is_line(places: Iterable[object]) -> bool:
-    """Whether there is more than one place to draw at: a single dot says no more than the table."""
+    """Whether there is more than one point to draw. A single dot says no more than the table."""
     return len(set(places)) > 1
 
 
@@ -279,7 +282,7 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _sped_up(figures: Figures) -> list[Row]:
-    """Returns the rows by domain; of the fixed lengths only the best of each program and drafter."""
+    """Returns the rows by domain. Of the fixed lengths, only the best one of each program and drafter is kept."""
     rows = [row for row in figures.by_domain if row.speed_up]
     best: dict[tuple[str, str], Row] = {}
     for row in figures.overall:
@@ -312,7 +315,7 @@ def _draw_domains(axes: Axes, figures: Figures) -> None:
             for place, r in known:
                 _whisker(axes, place, r)
             for place, r in bars:
-                if not r.determined:  # a bar would show what the table says nobody knows
+                if not r.determined:  # a bar would show a value that the table calls not determined
                     axes.annotate(NOT_DETERMINED, (place, 0), xytext=(0, 4), textcoords="offset points", ha="center", rotation=90)
     axes.axhline(1, color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(0, 1.08 * top)
@@ -332,7 +335,7 @@ def _by_length(rows: Iterable[Row]) -> list[Row]:
 
 
 def _draw_lengths(axes: Axes, figures: Figures) -> None:
-    """Draws one colour per domain, one line style per drafter or program."""
+    """Draws one colour per domain and one line style per drafter or program."""
     rows = [(_who(row), row.domain or "all domains", row) for row in _by_length((*figures.by_domain, *figures.overall))]
     series = []
     for (who, domain), style in _styles([(who, domain) for who, domain, _ in rows]).items():
@@ -385,7 +388,7 @@ def _draw_costs(axes: Axes, figures: Figures) -> None:
 
 
 def _lines(axes: Axes, series: Iterable[tuple[str, Sequence[tuple[int, float]], Mapping[str, Any]]], x: str, y: str) -> None:
-    """Draws a line for each label, points and style over whole numbers."""
+    """Draws a line for each (label, points, style); the x axis has whole numbers."""
     with legend(axes):
         for label, points, style in series:
             axes.plot([at for at, _ in points], [value for _, value in points], label=label_text(label), **style)

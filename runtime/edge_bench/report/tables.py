@@ -1,4 +1,4 @@
-"""The figures of speed and of energy as tables, for both the terminal and the HTML page."""
+"""The figures of speed and energy as tables, for both the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 NONE = "-"
 Item = TypeVar("Item")
-# Heading of each column, and its cell for an item.
+# For each column its heading, and the function that returns its cell for an item.
 Columns = Sequence[tuple[str, Callable[[Item], str]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
-    """A text table; the first column names the row. `note` explains how to read it."""
+    """A table of texts. The first column names the row; `note` explains how to read the table."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ def table_of(name: str, title: str, items: Iterable[Item], columns: Columns[Item
 
 
 def grid(name: str, title: str, cells: Mapping[tuple[str, str], str], note: str = "") -> TextTable:
-    """Returns a table of cells by row and column, in the order in which their names come first."""
+    """Returns a table of cells by (row, column). Rows and columns are in the order of their first occurrence."""
     columns = tuple(dict.fromkeys(column for _, column in cells))
     rows = tuple((row, *(cells.get((row, column), NONE) for column in columns)) for row in dict.fromkeys(row for row, _ in cells))
     return TextTable(name=name, title=title, columns=("", *columns), rows=rows, note=note)
@@ -62,7 +62,7 @@ def markdown_lines(table: TextTable) -> list[str]:
 
 
 def print_tables(tables: Sequence[TextTable], *, head: Sequence[str] = (), notes: Sequence[str] = ()) -> None:
-    """Prints lines, tables and notes; in a terminal wide tables are wrapped, in a pipe they are not."""
+    """Prints lines, tables and notes. Wide tables are wrapped in a terminal, but not in a pipe."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False)
@@ -74,7 +74,7 @@ def print_tables(tables: Sequence[TextTable], *, head: Sequence[str] = (), notes
             console.print(printable(table.note))
         console.print()
     for text in notes:
-        console.print(printable(f"note: {text}"), soft_wrap=True)  # a command among them is to be copied
+        console.print(printable(f"note: {text}"), soft_wrap=True)  # not wrapped, so that a command in it can be copied
 
 
 def _rich(table: TextTable) -> Table:
@@ -95,9 +95,9 @@ NOT_DETERMINED = "not determined"
 def scope_tables(
     name: str, title: str, columns: Sequence[str], rows: Iterable[tuple[str, bool, tuple[str, ...]]], note: str = ""
 ) -> list[TextTable]:
-    """Returns one table per meter scope, with estimates apart: joules of a package and of a battery do not compare.
+    """Returns one table per meter scope, and separate ones for estimates. Joules of a package and of a battery cannot be compared.
 
-    `rows`: scope, whether it is an estimate, and the cells.
+    `rows` has the scope, whether the row is an estimate, and the cells.
     """
     groups: dict[tuple[str, bool], list[tuple[str, ...]]] = {}
     for scope, estimate, cells in rows:
@@ -120,7 +120,7 @@ def scope_title(title: str, scope: str, *, estimate: bool) -> str:
 
 
 def joules(figure: Interval | None) -> str:
-    """Returns a figure of an energy report with its interval."""
+    """Returns the text of an energy figure with its interval."""
     return figure_text(figure) if figure else NONE
 
 
@@ -143,7 +143,7 @@ _ENERGY: Columns[VariantEnergy] = (
 
 
 def energy_tables(report: EnergyReport, *, wide: bool = True) -> list[TextTable]:
-    """Returns the tables of an energy measurement: what drafts cost and save, then if `wide` all figures, and those by phase."""
+    """Returns the tables of an energy measurement: joules with and without drafts, then, if `wide`, all figures and those by phase."""
     rows = tuple((*cells, scope_cell(report)) for cells in comparison_cells(report))
     note = ". ".join([*head_lines(report), *claims(report)]) + "."
     first = TextTable(name="energy", title="Joules per output token", columns=(*COMPARED, "scope"), rows=rows, note=note)
@@ -152,13 +152,13 @@ def energy_tables(report: EnergyReport, *, wide: bool = True) -> list[TextTable]
     return [table for table in (first, *others) if table.rows]
 
 
-# What a reader asks first of joules; the columns of `comparison_cells`.
+# The columns of `comparison_cells`: what a reader wants to know first about joules.
 COMPARED = ("plain", "drafts", "ratio", "interval")
-OTHER_WORK = ("image ", "prompt ")  # beginnings of variants that are no way to decode
+OTHER_WORK = ("image ", "prompt ")  # how the names of variants begin that do not decode
 
 
 def comparison_cells(report: EnergyReport) -> list[tuple[str, str, str, str]]:
-    """Returns a row for each variant that drafts: joules per token of plain decoding and with drafts, and their ratio with its interval."""
+    """Returns a row for each variant that drafts: joules per token without and with drafts, and their ratio with its interval."""
     decoding = [variant for variant in report.variants if not variant.name.startswith(OTHER_WORK)]
     plain = next((variant.joules_per_output_token for variant in decoding if variant.name == PLAIN), None)
     drafting = [variant for variant in decoding if variant.name != PLAIN]
@@ -187,24 +187,24 @@ def _ratio_cells(report: EnergyReport, variant: VariantEnergy, plain: Interval |
 
 
 def is_determined(report: EnergyReport, ratio: Interval) -> bool:
-    """Whether a ratio of joules says something. An estimate is shown with its range, which somebody asked for, however wide that is."""
+    """Whether a ratio of joules is precise enough to show. An estimate always is, because the user asked for it with its range."""
     return report.estimate or not math.isfinite(ratio.half) or ratio.high <= WIDEST_RATIO * max(ratio.low, 0.0)
 
 
 def scope_cell(report: EnergyReport) -> str:
-    """Returns the scope of the meter, marked where nothing was measured."""
+    """Returns the meter's scope, or that the figures are an estimate."""
     return "ESTIMATE, not measured" if report.estimate else str(report.scope)
 
 
 def claims(report: EnergyReport) -> list[str]:
-    """Returns what follows from the joules, and which repeats do not count."""
+    """Returns sentences about which variants save energy and which repeats do not count."""
     sentences = [f"{variant.name} saves energy" for variant in report.variants if variant.saves_energy and not report.estimate]
     refused = [f"{variant.name}, {reason}" for variant in report.variants for reason in variant.refused]
     return sentences + ([f"Repeats that do not count: {'; '.join(refused)}"] if refused else [])
 
 
 def joules_words(report: EnergyReport, name: str) -> str:
-    """Returns what a variant takes beside plain decoding, as the end of a sentence; empty where that was not measured."""
+    """Returns the end of a sentence about a variant's joules compared with plain decoding; empty if they were not measured."""
     ratio = next((variant.ratio_to_baseline for variant in report.variants if variant.name == name), None)
     if ratio is None:
         return ""
@@ -237,7 +237,7 @@ def _energy_phases(report: EnergyReport) -> TextTable:
 
 
 def meter_table(log: RunLog) -> TextTable:
-    """Returns the facts and the measured characteristics of a log's meter."""
+    """Returns a table of the facts and measured characteristics of a log's meter."""
     facts, measured = log.facts, log.characteristics
     rows = [
         ("scope", str(facts.scope)),
@@ -256,9 +256,9 @@ def meter_table(log: RunLog) -> TextTable:
 
 
 def verdict(figures: Figures) -> str:
-    """Returns the sentence; empty if nothing was compared with plain decoding.
+    """Returns the report's sentence about drafts; empty if nothing was compared with plain decoding.
 
-    What users get is judged rather than the variant that came out best by chance.
+    It is about the default policy, which users get, rather than about the variant that came out best by chance.
     """
     rows = [row for row in figures.overall if row.variant.side == OURS and row.speed_up]
     if not rows:
@@ -274,7 +274,7 @@ def verdict(figures: Figures) -> str:
 
 
 def _unclaimed(row: Row) -> str:
-    """Returns the ratio of a row whose measurement allows no claim."""
+    """Returns a row's ratio in words that make no claim, for measurements with doubts."""
     assert row.speed_up is not None
     if not row.speed_up.determined:
         return "was measured too unevenly to be compared with plain decoding"
@@ -305,12 +305,12 @@ def _output(row: Row) -> str:
     return f"; the output is the same in {row.equal} of {row.compared} runs"
 
 
-# Phases of a record, and what a reader calls them.
+# The phases of a record, with their names for readers.
 PHASE_NAMES = {"draft": "drafting", "verify": "checking", "other": "other"}
 
 
 def all_tables(figures: Figures, *, wide: bool = True) -> list[TextTable]:
-    """Returns all tables that have rows, in the order of a report; of joules all figures only if `wide`."""
+    """Returns all tables that have rows, in the order of a report. All figures of joules are included only if `wide`."""
     tables = [
         table_of("variants", "All domains", figures.overall, _VARIANTS, _VARIANTS_NOTE),
         _by_domain(figures),
@@ -336,7 +336,7 @@ def kv_table(costs: Iterable[KvTypeCost]) -> TextTable:
 
 
 def machine_line(header: Header) -> str:
-    """Returns one line with bundle, machine and settings."""
+    """Returns one line about bundle, machine and settings."""
     machine, settings = header.machine, header.settings
     processor = machine.get("processor") or machine.get("architecture") or "unknown processor"
     roles = {"target": "model", "drafter": "drafter"}
@@ -378,7 +378,7 @@ def _of(equal: int, compared: int) -> str:
     return f"{equal} of {compared}" if compared else NONE
 
 
-# A prompt beside its length: the time of the first token means nothing without it.
+# Columns about the prompt. The time of the first token means nothing without the prompt's length.
 PROMPTS: Columns[Row] = (
     ("prompt tokens", lambda row: f"{row.prompt_tokens:g}"),
     ("first token ms", lambda row: milliseconds(row.first_token_seconds)),
@@ -488,7 +488,7 @@ def _contexts(figures: Figures) -> TextTable:
 
 
 def prompt_table(rows: Iterable[Row]) -> TextTable:
-    """Returns the table of first tokens by prompt length, of plain decoding: drafts begin behind it."""
+    """Returns the table of first tokens by prompt length, for plain decoding only, because drafts begin after the first token."""
     plain = [row for row in rows if row.variant.policy == PLAIN and row.first_token_seconds is not None]
     return table_of("first-token", "First token by prompt length", plain, (_NAME, *PROMPTS), "Medians of the repeats.")
 
@@ -514,7 +514,7 @@ def _memory(figures: Figures) -> TextTable:
 
 
 def notes(figures: Figures) -> Sequence[str]:
-    """Returns remarks to the tables: what was left out, whether drafts can change text, and how many outputs differ."""
+    """Returns remarks about the tables: what was left out, whether drafts can change text, and how many outputs differ."""
     remarks, rows = list(figures.records.notes), figures.records.rows
     if rows is not None:
         remarks.append(rows.sentence())
@@ -528,13 +528,13 @@ def notes(figures: Figures) -> Sequence[str]:
 
 
 def print_report(figures: Figures, *, wide: bool = False) -> None:
-    """Prints all tables; of joules all figures only if `wide`."""
+    """Prints all tables. All figures of joules are included only if `wide`."""
     head = (machine_line(figures.records.header), verdict(figures))
     print_tables(all_tables(figures, wide=wide), head=head, notes=notes(figures))
 
 
 def markdown(figures: Figures) -> str:
-    """Returns the report as a section of a model card; its first line names the measured files."""
+    """Returns the report as a section of a model card. Its first line identifies the measured files."""
     header = figures.records.header
     lines = [FIGURES_OF.format(files_key(header.files)), f"## Measured: {markdown_text(machine_line(header))}", ""]
     lines += [f"- {markdown_text(text)}" for text in filter(None, (verdict(figures), *notes(figures)))]
