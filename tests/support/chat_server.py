@@ -234,7 +234,6 @@ def client_of(server: Scripted | str, key: str = "none") -> Any:
 
 
 def ask(client: Any, **fields: Any) -> Any:
-    """Sends a chat request."""
     return client.chat.completions.create(**{"model": "scripted", "messages": HI, "temperature": 0, **fields})
 
 

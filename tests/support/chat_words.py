@@ -132,7 +132,6 @@ class ChatWords:
         return bytes([token - FIRST_BYTE])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """All tokens as text."""
         return b"".join(self.piece(i, special=True) for i in ids).decode("utf-8", "replace")
 
 

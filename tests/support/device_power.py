@@ -47,7 +47,6 @@ class DevicePower:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops."""
         self._ended.set()
         self._thread.join()
 

@@ -79,7 +79,6 @@ class EnumeratedNoise:
         self._choices = choices
 
     def at(self, place: int) -> Any:
-        """The noise at a place."""
         return self
 
     def choose(self, tokens: NDArray[np.int64], weights: NDArray[np.float64]) -> int:
@@ -90,15 +89,12 @@ class EnumeratedNoise:
 
 
 def enumerated_rule(rule: type[BlockRule | CoupledRule], sampler: Sampler, past: Sequence[int], choices: Choices) -> Any:
-    """The rule of a request whose random choices are enumerated."""
     if issubclass(rule, CoupledRule):
         return rule(sampler, past, cast(SharedNoise, EnumeratedNoise(choices)), len(past))
     return rule(sampler, past, choices.uniform)
 
 
 def distribution_of(run: Callable[[Choices], Outcome], monkeypatch: pytest.MonkeyPatch) -> dict[Outcome, float]:
-    """Returns the probability of each outcome of `run`."""
-
     def draw(self: Distribution, uniform: _Uniform) -> int:
         return int(self.tokens[uniform.choices.choose(self.probabilities.tolist())])
 

@@ -11,7 +11,6 @@ import socket
 import stat
 import struct
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,6 @@ class Faults:
     features: str = ALL_FEATURES
     drop_after: list[int] = field(default_factory=list)
     room: int | None = None
-    bytes_per_second: float | None = None
 
 
 class Gone(Exception):
@@ -79,7 +77,6 @@ class Stream:
         return data
 
     def exactly(self, count: int) -> bytes:
-        """Returns so many bytes."""
         while len(self._rest) < count:
             self._rest += self.read()
         data, self._rest = self._rest[:count], self._rest[count:]
@@ -102,7 +99,6 @@ class Link:
         self.gone = False
 
     def send(self, command: bytes, first: int, second: int, data: bytes = b"") -> None:
-        """Sends a packet."""
         magic = struct.unpack("<I", command)[0] ^ 0xFFFFFFFF
         with self._lock:
             try:
@@ -112,7 +108,6 @@ class Link:
                 raise Gone from error
 
     def serve(self) -> None:
-        """Answers until the link breaks."""
         with suppress(Gone, OSError):
             while True:
                 command, first, second, data = self._packet()
@@ -120,7 +115,6 @@ class Link:
         self.close()
 
     def close(self) -> None:
-        """Breaks the link."""
         self.gone = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -142,8 +136,6 @@ class Link:
                 raise Gone
             data += block
             self._received += len(block)
-            if faults.bytes_per_second:
-                time.sleep(len(block) / faults.bytes_per_second)
             if faults.drop_after and self._received >= faults.drop_after[0]:
                 faults.drop_after.pop(0)
                 raise Gone
@@ -195,7 +187,6 @@ class ShellService:
         self._stream, self._phone, self._framed = stream, phone, framed
 
     def serve(self, line: str) -> None:
-        """Runs a command."""
         running = self._phone.start(line)
         threading.Thread(target=self._feed, args=(running.process.stdin,), daemon=True).start()
         code = running.relay(lambda data: self._write(OUT, data), lambda data: self._write(ERR, data), lambda: self._stream.closed)
@@ -237,13 +228,11 @@ class FakeAdbd:
         self._links.clear()
 
     def reboot(self) -> None:
-        """Ends everything and starts anew."""
         self.unplug()
         self.phone.kill_all()
         self.phone.boot()
 
     def close(self) -> None:
-        """Ends daemon and phone."""
         self._listener.close()
         self.unplug()
         self.phone.close()
@@ -264,7 +253,6 @@ class SyncService:
         self._stream, self._phone, self._faults = stream, phone, faults
 
     def serve(self) -> None:
-        """Answers until the client quits."""
         while True:
             kind, length = struct.unpack("<4sI", self._stream.exactly(8))
             if kind == b"QUIT":

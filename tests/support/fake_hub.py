@@ -65,7 +65,6 @@ class FakeHub:
 
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[FakeHub]:
-    """Serves the hub on a free port."""
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         hub.port = server.server_port

@@ -11,7 +11,6 @@ import select
 import shutil
 import signal
 import subprocess
-import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -60,7 +59,6 @@ class FakePhone:
     def __init__(self, root: Path, *, cpu: str = "", pi: str = "", fresh: bool = True) -> None:
         self.root, self._cpu = root, cpu
         self._processes: set[subprocess.Popen[bytes]] = set()
-        self._stop = threading.Event()
         if fresh:
             for folder in ("data/local/tmp", "sys", "system/bin", "system/says", "system/settings", "system/pipes", "proc"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
@@ -118,23 +116,10 @@ class FakePhone:
         path = self.path(f"/system/settings/{name}")
         return path.read_text().strip() if path.exists() else ""
 
-    def battery(self, *, usb: bool = False, level: int = 67, celsius: float = 31.0, status: int | None = None) -> None:
+    def battery(self, *, usb: bool = False, level: int = 67, celsius: float = 31.0) -> None:
         """Scripts `dumpsys battery`; status 2 charges, 3 discharges."""
-        text = BATTERY.format(usb=str(usb).lower(), status=status or (2 if usb else 3), level=level, temperature=round(celsius * 10))
+        text = BATTERY.format(usb=str(usb).lower(), status=2 if usb else 3, level=level, temperature=round(celsius * 10))
         self.says("dumpsys battery", text)
-
-    def vary(self, device_path: str, texts: list[str], every_s: float) -> threading.Thread:
-        """Changes a file as time goes by."""
-
-        def go() -> None:
-            for text in texts:
-                self.write(device_path, text)
-                if self._stop.wait(every_s):
-                    return
-
-        thread = threading.Thread(target=go, daemon=True)
-        thread.start()
-        return thread
 
     def words(self) -> list[str]:
         """Returns the words before a command that make it run on the phone."""
@@ -150,7 +135,6 @@ class FakePhone:
         return [*words, "-w", "/data/local/tmp"]
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables of its shell."""
         own = {
             "PATH": f"/system/bin:{os.environ['PATH']}",
             "HOME": "/data/local/tmp",
@@ -160,7 +144,6 @@ class FakePhone:
         return os.environ | own
 
     def start(self, line: str) -> Running:
-        """Starts a shell command."""
         pipe = self.root / "system/pipes" / os.urandom(8).hex()
         os.mkfifo(pipe)
         ended = f'sh -c "$1"; echo $? > /system/pipes/{pipe.name}'
@@ -192,8 +175,6 @@ class FakePhone:
         self._processes.clear()
 
     def close(self) -> None:
-        """Ends the phone."""
-        self._stop.set()
         self.kill_all()
 
     def _tools(self) -> None:

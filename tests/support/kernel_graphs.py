@@ -19,7 +19,6 @@ FLOAT = TensorProto.FLOAT
 
 
 def kernel_node(operator: str, inputs: Sequence[str], outputs: Sequence[str], **facts: float) -> Any:
-    """A node of one of the kernels' operators."""
     return helper.make_node(operator, inputs, outputs, domain=KERNELS, **facts)
 
 
@@ -39,7 +38,6 @@ def graph_of(
 
 
 def session_of(model: bytes | Path, *, threads: int = 2) -> Any:
-    """A session that has the kernels' operators."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     options.register_custom_ops_library(str(loader.kernels_path()))

@@ -290,7 +290,6 @@ def pytest_configure() -> None:
 
 
 def is_met(name: str, file: str, *, slow: bool) -> bool:
-    """Whether a case is one that clients of both servers meet."""
     return not slow and (file == "test_compat_anthropic.py" or name.partition("[")[0] in _MET)
 
 
@@ -311,7 +310,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Counts the cases that clients of both servers meet."""
     counts = {
         outcome: sum("met" in report.keywords for report in terminalreporter.getreports(outcome) if report.when == "call")
         for outcome in ("passed", "xfailed", "failed")

@@ -20,11 +20,9 @@ class LocalTransport:
         self.lock, self.settings = f"{self.folder}.lock", ""
 
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
-        """Runs a command here."""
         return run_command(arguments, seconds=seconds, max_bytes=MAX_OUTPUT_BYTES)
 
     def put(self, source: Path, target: str) -> None:
-        """Copies a file."""
         try:
             shutil.copyfile(source, target)
         except OSError as error:

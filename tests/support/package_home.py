@@ -48,13 +48,11 @@ class Home:
         return re.findall(r"^    (.+)$", self.readme, re.MULTILINE)
 
     def run(self, line: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """Runs a line to its end."""
         return subprocess.run(
             self.command(line), env=self.environment, cwd=self.folder, input=stdin, capture_output=True, text=True, timeout=600, check=False
         )
 
     def chat(self, line: str) -> None:
-        """Asks one question in a chat."""
         done = self.run(line, QUESTION + "\n")
         assert (done.returncode, done.stdout.strip()) == (0, ANSWER), done.stderr[-3000:]
 

@@ -48,7 +48,6 @@ SCENES = [Scene("one", "red", "white"), Scene("seven", "yellow", "blue"), Scene(
 
 
 def draw(scene: Scene) -> Image:
-    """Draws a scene in the middle of a picture."""
     dots = np.array([[dot == "1" for dot in row] for row in DIGITS[scene.digit].split()])
     top, left = ((SIDE - CELL * count) // 2 for count in dots.shape)
     pixels = np.full((SIDE, SIDE, 3), COLOURS[scene.ground], np.uint8)

@@ -22,21 +22,18 @@ def wait(condition: Callable[[], Any], seconds: float = 300) -> bool:
 
 
 def packed_weights_written() -> None:
-    """Waits until all files of packed weights are on the disk."""
     for thread in threading.enumerate():
         if thread.name == "edge-mtp packed cache":
             thread.join()
 
 
 def dead_process() -> int:
-    """The number of a process that has ended."""
     child = subprocess.Popen([sys.executable, "-S", "-c", ""])
     child.wait()
     return child.pid
 
 
 def is_running(pid: int | str) -> bool:
-    """Whether a process exists and has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

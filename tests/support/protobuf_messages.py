@@ -13,7 +13,6 @@ def message(*fields: tuple[int, int | bytes]) -> bytes:
 
 
 def bytes_field(number: int, value: bytes) -> bytes:
-    """A message of one field that holds bytes."""
     return message((number, value))
 
 

@@ -55,7 +55,6 @@ MOBILE_COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-prec
 
 
 def bfloat16(values: Floats) -> Floats:
-    """The values rounded to bfloat16."""
     return values.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
@@ -184,14 +183,12 @@ def take_tensors(folder: Path) -> dict[str, Any]:
 
 
 def put_tensors(folder: Path, tensors: dict[str, Any]) -> None:
-    """Saves tensors as one file."""
     from safetensors.torch import save_file
 
     save_file(tensors, folder / SINGLE_NAME, metadata={"format": "pt"})
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes a JSON object in its file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     change(data)
     path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")

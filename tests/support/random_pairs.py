@@ -40,7 +40,6 @@ class RandomPair:
 
 
 def draw(seed: int) -> RandomPair:
-    """Draws a pair."""
     rng = random.Random(seed)
     family = FAMILIES[seed % len(FAMILIES)]
     step = rng.choice([2, 3, 4, 5, 6])

@@ -111,11 +111,9 @@ def gguf_weights(random: np.random.Generator, kind: int, outputs: int, inputs: i
     return blocks.reshape(outputs, -1)
 
 
-def attention(
-    queries: Array, cached: Sequence[Array], fresh: Sequence[Array], heads: int, origin: int, window: int, at_once: int = 64
-) -> Call:
+def attention(queries: Array, cached: Sequence[Array], fresh: Sequence[Array], heads: int, origin: int, window: int) -> Call:
     """Queries [rows * heads, dim] to cached keys and values [past, dim] and to fresh ones [rows, dim] of one K/V head."""
-    sizes = len(cached[0]), len(fresh[0]), heads, queries.shape[1], origin, window, at_once
+    sizes = len(cached[0]), len(fresh[0]), heads, queries.shape[1], origin, window, 64
     return Call("attend", sizes, (queries, *cached, *fresh), queries.shape)
 
 

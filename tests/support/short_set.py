@@ -193,7 +193,6 @@ def _text(seconds: dict[str, float], total: int) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the two options."""
     group = parser.getgroup("edge-mtp")
     group.addoption("--short", action="store_true", help="leave out what takes half a second or needs more than Python packages")
     group.addoption("--measure", type=int, metavar="TOTAL", help="write tests/data/long_tests.txt, with this number of tests in all")

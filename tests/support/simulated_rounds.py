@@ -14,6 +14,7 @@ NOT_REPACKED = (32.8, 24.8, 30.5, 35.3, 52.2, 56.4, 62.1, 61.8, 72.0, 80.0, 88.0
 LINEAR = tuple(20.0 + 4.0 * n for n in range(13))
 STEEP = tuple(20.0 + 16.0 * n for n in range(13))
 FLAT = tuple(20.0 + n for n in range(13))
+SPREAD = 4.0
 CURVES = {"repacked": REPACKED, "not repacked": NOT_REPACKED, "linear": LINEAR, "steep": STEEP, "flat": FLAT}
 
 
@@ -52,16 +53,14 @@ class SettledCosts(CostCurve):
         """Does nothing."""
 
 
-def flat_costs(*, step: float = 0.2, overhead: float = 0.3) -> SettledCosts:
+def flat_costs() -> SettledCosts:
     """Rows cost nearly nothing."""
-    return SettledCosts(MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=step, overhead=overhead))
+    return SettledCosts(MeasuredCosts(verify=tuple(10 + 0.1 * rows for rows in range(13)), step=0.2, overhead=0.3))
 
 
-def rate(
-    costs: ExactCosts, policy: DraftLengthPolicy, acceptance: Callable[[int], float], tokens: int, seed: int, *, spread: float = 4.0
-) -> float:
+def rate(costs: ExactCosts, policy: DraftLengthPolicy, acceptance: Callable[[int], float], tokens: int, seed: int) -> float:
     """Tokens per unit of cost over `tokens` tokens; see `played`."""
-    emitted, _, spent = played(costs, policy, acceptance, tokens, seed, spread=spread)
+    emitted, _, spent = played(costs, policy, acceptance, tokens, seed)
     return emitted / spent
 
 
@@ -72,13 +71,12 @@ def played(
     tokens: int,
     seed: int,
     *,
-    spread: float = 4.0,
     same_text: bool = False,
 ) -> tuple[int, float, float]:
     """Plays rounds until there are `tokens` tokens; `acceptance(n)` is the mean chance of a draft after n tokens.
 
     Returns the tokens, how many the chances of what was verified say, which is their mean over all luck, and the cost. Each draft's own
-    chance is drawn around the mean (beta of weight `spread`), and the drafter's confidence is that chance, blurred. With `same_text` the
+    chance is drawn around the mean (beta of weight SPREAD), and the drafter's confidence is that chance, blurred. With `same_text` the
     draws belong to a token's place, so that policies with one seed meet the same luck: without it, 2000 tokens differ by 1 to 2 %.
     """
     chances = random.Random(seed)
@@ -89,7 +87,7 @@ def played(
         while drafted < plan.draft_length:
             if same_text:
                 chances.seed((seed << 32) + emitted + drafted)
-            chance = chances.betavariate(max(mean * spread, 1e-3), max((1 - mean) * spread, 1e-3))
+            chance = chances.betavariate(max(mean * SPREAD, 1e-3), max((1 - mean) * SPREAD, 1e-3))
             drafted += 1
             stands.append(stands[-1] * chance)
             standing = standing and chances.random() < chance

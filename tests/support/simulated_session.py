@@ -86,15 +86,14 @@ PLAN = Plan(repeats=5, rest_s=3.0, warm_ups=1)
 
 
 def run_protocol(machine: SimulatedMachine, workloads, plan: Plan = PLAN, load_step=None, keep=lambda _: None) -> RunLog:
-    """Runs the protocol and returns its log."""
     measured = characterise_meter(machine.system, machine, machine.load)
     machine.recorder = Recorder(machine.system, machine)
     machine.recorder.poll()
     return measure(machine.system, machine.recorder, workloads, measured, plan, load_step, keep)
 
 
-def two_variants(machine: SimulatedMachine | None = None, drafted: str = "dense 2", repeats: int = 4) -> RunLog:
+def two_variants(drafted: str = "dense 2") -> RunLog:
     """The log of plain decoding at 12 W for 2 s and of drafting at 14 W for 1 s, 50 tokens each."""
-    machine = machine or SimulatedMachine()
+    machine = SimulatedMachine()
     workloads = {"plain": machine.workload(12.0), drafted: machine.workload(14.0, decode_s=1.0)}
-    return run_protocol(machine, workloads, Plan(repeats=repeats, rest_s=1.0))
+    return run_protocol(machine, workloads, Plan(repeats=4, rest_s=1.0))

@@ -56,7 +56,6 @@ class SshHost:
             raise RuntimeError((self._folder / "log").read_text())
 
     def stop(self) -> None:
-        """Ends the daemon."""
         if self._daemon:
             self._daemon.terminate()
             self._daemon.wait()

@@ -16,17 +16,17 @@ from scripted import ScriptedTarget
 Row = Callable[[Sequence[int]], Logits]
 
 
-def random_rows(seed: int, vocabulary: int, spread: float = 1.5) -> Row:
+def random_rows(seed: int, vocabulary: int) -> Row:
     """Logits that depend on the last two tokens, the same for the same seed."""
-    table = np.random.default_rng(seed).normal(0, spread, (vocabulary, vocabulary, vocabulary)).astype(np.float32)
+    table = np.random.default_rng(seed).normal(0, 1.5, (vocabulary, vocabulary, vocabulary)).astype(np.float32)
     return lambda context: table[context[-2], context[-1]]
 
 
 class StochasticTarget(ScriptedTarget):
     """A scripted target whose logits after a context are `row(context)`."""
 
-    def __init__(self, row: Row, context: int = 512) -> None:
-        super().__init__(context=context)
+    def __init__(self, row: Row) -> None:
+        super().__init__()
         self._row = row
 
     def row(self, context: Sequence[int]) -> Logits:
@@ -124,5 +124,4 @@ def exact(row: Row, params: SamplingParams, prompt: Sequence[int], tokens: int) 
 
 
 def largest_difference(item: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]) -> float:
-    """The largest difference of an outcome's probabilities."""
     return max(abs(item.get(outcome, 0.0) - other.get(outcome, 0.0)) for outcome in {*item, *other})

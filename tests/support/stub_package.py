@@ -85,11 +85,11 @@ def stub_package(folder: Path, *, platform: str = "linux-x64", code: int = 0, re
     return folder
 
 
-def stub_bundle(folder: Path, size: int = 100_000) -> Path:
-    """Writes the bundle with a target of `size` bytes into a new folder and returns the folder: it opens, and its model is zeros."""
+def stub_bundle(folder: Path) -> Path:
+    """Writes the bundle into a new folder and returns the folder: it opens, and its model is zeros."""
     folder.mkdir(parents=True)
-    (folder / "target.gguf").write_bytes(bytes(size))
+    (folder / "target.gguf").write_bytes(zeros := bytes(100_000))
     data = json.loads((ROOT / "tests" / "data" / "manifest-2.json").read_text())
-    data["files"] = [{**data["files"][0], "bytes": size, "sha256": hashlib.sha256(bytes(size)).hexdigest()}]
+    data["files"] = [{**data["files"][0], "bytes": len(zeros), "sha256": hashlib.sha256(zeros).hexdigest()}]
     (folder / "manifest.json").write_text(with_hash(data))
     return folder

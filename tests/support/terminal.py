@@ -51,7 +51,6 @@ class Terminal:
         raise AssertionError(f"no {pattern!r} in {self.output[self._read_to :]!r}")
 
     def exit_code(self, seconds: float = 60.0) -> int:
-        """Waits for its end."""
         deadline = time.monotonic() + seconds
         while self._read(deadline):
             assert time.monotonic() < deadline, "it does not end"

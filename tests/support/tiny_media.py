@@ -135,9 +135,8 @@ def picture(height: int, width: int, seed: int) -> Image:
     return Image(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def noise(samples: int, seed: int = 1) -> Sound:
-    """Returns a sound of noise."""
-    return Sound(np.random.default_rng(seed).uniform(-0.5, 0.5, samples).astype(np.float32))
+def noise(samples: int) -> Sound:
+    return Sound(np.random.default_rng(1).uniform(-0.5, 0.5, samples).astype(np.float32))
 
 
 def reference_rows(model: Any, media: Image | Sound) -> np.ndarray:

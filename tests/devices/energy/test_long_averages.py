@@ -19,6 +19,7 @@ from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope
 from simulated_session import IDLE_WATTS, SimulatedMachine
 
 LOAD_WATTS, TOKENS = 9.0, 50
+QUANTUM = 0.01  # watts
 SESSIONS, HELD = 15, 12  # intervals of 95 % hold the truth in fewer sessions with a probability of 0.5 %
 
 
@@ -28,7 +29,7 @@ class Gauge(SimulatedMachine):
     `smooth` gets the newest mean and returns what is shown; the facts state `stated_lag_s`.
     """
 
-    def __init__(self, smooth, *, every_s: float, stated_lag_s: float, seed: int = 0, quantum: float = 0.01) -> None:
+    def __init__(self, smooth, *, every_s: float, stated_lag_s: float, seed: int = 0) -> None:
         super().__init__(Kind.SAMPLER, refresh_s=every_s)
         self.facts = MeterFacts(
             name="gauge",
@@ -36,11 +37,11 @@ class Gauge(SimulatedMachine):
             scope=Scope.DEVICE,
             source="simulated",
             refresh_s=every_s,
-            resolution=quantum,
+            resolution=QUANTUM,
             poll_s=every_s / 2,
             lag_s=stated_lag_s,
         )
-        self._smooth, self._every_s, self._quantum, self._noise = smooth, every_s, quantum, random.Random(seed)
+        self._smooth, self._every_s, self._noise = smooth, every_s, random.Random(seed)
         self._times, self._shown = [0.0], [IDLE_WATTS]
         self._next_s, self._energy_then = every_s, 0.0
 
@@ -51,7 +52,7 @@ class Gauge(SimulatedMachine):
             self._energy_then = self.energy
             shown = self._smooth(mean) * (1 + 0.005 * self._noise.gauss(0, 1))
             self._times.append(self._next_s)
-            self._shown.append(round(shown / self._quantum) * self._quantum)
+            self._shown.append(round(shown / QUANTUM) * QUANTUM)
             self._next_s += self._every_s
         super()._advance(max(to, self.now))
 
@@ -98,7 +99,7 @@ GAUGES = {
 }
 
 
-def report_of(gauge: Gauge, seed: int, repeats: int = 6):
+def report_of(gauge: Gauge, seed: int):
     """Measures requests of 9 W and 2.5 s, whose power scatters by 1 % from run to run."""
     measured = characterise_meter(gauge.system, gauge, gauge.load)
     draw = random.Random(seed)
@@ -114,7 +115,7 @@ def report_of(gauge: Gauge, seed: int, repeats: int = 6):
         gauge.watts, run["at"] = IDLE_WATTS, gauge.now
         return Work(emitted_tokens=TOKENS)
 
-    log = measure(gauge.system, gauge.recorder, {"plain": work}, measured, Plan(repeats=repeats, soak=False, warm_ups=0))
+    log = measure(gauge.system, gauge.recorder, {"plain": work}, measured, Plan(repeats=6, soak=False, warm_ups=0))
     return make_report(log)
 
 

@@ -23,8 +23,8 @@ SUPPLY_WATTS, LOAD_WATTS = 4.0, 16.0
 class Plug(SimulatedMachine):
     """A plug with a clock of its own: a row every `every_s`, late by up to a second, of the mean or of the moment, in steps of 0.1 W."""
 
-    def __init__(self, path, *, every_s: float, means: bool, seed: int, offset_s: float = 31_000.0) -> None:
-        self._path, self._every_s, self._means, self._offset_s = path, every_s, means, offset_s
+    def __init__(self, path, *, every_s: float, means: bool, seed: int) -> None:
+        self._path, self._every_s, self._means = path, every_s, means
         self._draw, self._rows = random.Random(seed), ["time (s),Plug power (W)"]
         self._next_s, self._then = self._draw.uniform(0, every_s), (0.0, 0.0)
         super().__init__()
@@ -35,7 +35,7 @@ class Plug(SimulatedMachine):
             seconds, joules = self.now - self._then[0], self.energy - self._then[1]
             watts = (joules / seconds if self._means and seconds else self.watts) + SUPPLY_WATTS
             self._then = self.now, self.energy
-            self._rows.append(f"{self.now + self._offset_s:.2f},{watts * (1 + 0.004 * self._draw.gauss(0, 1)):.1f}")
+            self._rows.append(f"{self.now + 31_000.0:.2f},{watts * (1 + 0.004 * self._draw.gauss(0, 1)):.1f}")
             self._next_s += self._every_s + self._draw.uniform(-0.5, 0.5)
         super()._advance(max(to, self.now))
 

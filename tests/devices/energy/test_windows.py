@@ -14,8 +14,8 @@ from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, MeterFacts, Scope, Trace
 
 
-def traced(kind: Kind, times: Sequence[float], values: Sequence[float], resolution: float = 0.6) -> Trace:
-    facts = MeterFacts(name="the meter", kind=kind, scope=Scope.PACKAGE, source="", refresh_s=1.0, resolution=resolution, poll_s=1.0)
+def traced(kind: Kind, times: Sequence[float], values: Sequence[float]) -> Trace:
+    facts = MeterFacts(name="the meter", kind=kind, scope=Scope.PACKAGE, source="", refresh_s=1.0, resolution=0.6, poll_s=1.0)
     return Trace(facts=facts, times=list(times), values=list(values))
 
 
@@ -74,8 +74,8 @@ def test_a_window_has_a_length(start: float, end: float) -> None:
         measure_window(counted([5.0] * 9), start, end, meter())
 
 
-def sampled(values: Sequence[float], resolution: float = 0.6) -> Trace:
-    return traced(Kind.SAMPLER, [float(i) for i in range(len(values))], values, resolution)
+def sampled(values: Sequence[float]) -> Trace:
+    return traced(Kind.SAMPLER, [float(i) for i in range(len(values))], values)
 
 
 def test_a_sampler_s_values_hold_until_the_next() -> None:

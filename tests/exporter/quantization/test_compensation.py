@@ -15,11 +15,11 @@ from edge_export.quantization.importance import Factor, Rounded, compensated, fa
 DAMPING = 0.01
 
 
-def moments_of(columns: int, seed: int, correlated: float = 0.8) -> Any:
+def moments_of(columns: int, seed: int) -> Any:
     """The second moments of inputs that share a few directions."""
     random = np.random.default_rng(seed)
     shared = random.standard_normal((4 * columns, 8)) @ random.standard_normal((8, columns)) / np.sqrt(8)
-    rows = correlated * shared + (1 - correlated) * random.standard_normal((4 * columns, columns))
+    rows = 0.8 * shared + 0.2 * random.standard_normal((4 * columns, columns))
     rows *= np.exp(random.standard_normal(columns))
     return (rows.T @ rows / len(rows)).astype(np.float32)
 

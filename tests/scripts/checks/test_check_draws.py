@@ -8,14 +8,14 @@ import pytest
 from check_draws import Draws
 
 
-def p_values(bias: float, *, draws: int = 4000) -> dict[str, float]:
+def p_values(bias: float) -> dict[str, float]:
     """Of tokens drawn from distributions of 12 tokens whose logits are that much sharper than they should be."""
     random, sums = np.random.default_rng(1), Draws()
-    for _ in range(draws):
+    for _ in range(4000):
         logits = random.normal(0, 2, 12)
         right, drawn = (np.exp(factor * logits) / np.exp(factor * logits).sum() for factor in (1, 1 + bias))
         sums.add(right, float(right[random.choice(12, p=drawn)]), float(random.random()))
-    assert sums.tokens == draws
+    assert sums.tokens == 4000
     return sums.p_values()
 
 
