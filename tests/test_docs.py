@@ -19,20 +19,11 @@ import pytest
 import edge_runtime
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(
-    path
-    for folder in (
-        ".",
-        "docs",
-        "docs/design",
-        "examples",
-        "scripts",
-        ".github",
-        ".github/ISSUE_TEMPLATE",
-        "exporter/edge_export/reference_pair",
-    )
-    for path in (ROOT / folder).glob("*.md")
+FOLDERS = (
+    *(".", "docs", "docs/design", "examples", "scripts", ".github", ".github/ISSUE_TEMPLATE"),
+    "exporter/edge_export/reference_pair",
 )
+PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 PACKAGES = {"edge_devices": "devices", "edge_export": "exporter", "edge_runtime": "runtime"}
 NAMED_FILE = re.compile(r"`((?:docs|examples|scripts|tests|devices|exporter|runtime|edge_\w+)/[\w/.-]+\.\w+)`")

@@ -13,21 +13,8 @@ from pathlib import Path
 import pytest
 
 HEAVY = {
-    "torch",
-    "transformers",
-    "onnx",
-    "onnxruntime",
-    "llama_cpp",
-    "gguf",
-    "tokenizers",
-    "rich",
-    "huggingface_hub",
-    "jinja2",
-    "llguidance",
-    "starlette",
-    "uvicorn",
-    "PIL",
-    "soundfile",
+    *("torch", "transformers", "onnx", "onnxruntime", "llama_cpp", "gguf", "tokenizers", "rich", "huggingface_hub", "jinja2"),
+    *("llguidance", "starlette", "uvicorn", "PIL", "soundfile"),
 }
 
 ROOT = Path(__file__).parent.parent

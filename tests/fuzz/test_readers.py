@@ -24,27 +24,14 @@ from fuzzing.registry import all_readers
 from pictures import picture_bundle
 
 NEEDS = {
-    "head-file": "llama_cpp",
-    "gguf-model": "llama_cpp",
-    "gguf-drafter": "llama_cpp",
-    "gguf-weights": "llama_cpp",
-    "gguf-encoder": "llama_cpp",
-    "kv-state": "llama_cpp",
-    "prompt": "llama_cpp",
-    "onnx-model": "onnxruntime",
-    "onnx-drafter": "onnxruntime",
-    "bundle-facts": "onnxruntime",
+    **dict.fromkeys(("head-file", "gguf-model", "gguf-drafter", "gguf-weights", "gguf-encoder", "kv-state", "prompt"), "llama_cpp"),
+    **dict.fromkeys(("onnx-model", "onnx-drafter", "bundle-facts"), "onnxruntime"),
     "tokenizer-library": "tokenizers",
 }
 FEW = {
-    "gguf-model": 60,
-    "gguf-drafter": 60,
-    "gguf-weights": 10,
-    "gguf-encoder": 150,
-    "onnx-model": 150,
-    "onnx-drafter": 60,
-    "config": 150,
-    "bundle-facts": 40,
+    **dict.fromkeys(("gguf-model", "gguf-drafter", "onnx-drafter"), 60),
+    **dict.fromkeys(("gguf-encoder", "onnx-model", "config"), 150),
+    **{"gguf-weights": 10, "bundle-facts": 40},
 }
 READERS = all_readers()
 
