@@ -20,8 +20,6 @@ from edge_export.errors import ExportError, ParityError
 from edge_export.onnx.graphs import blocks as onnx_blocks
 from edge_export.onnx.request import OnnxRequest
 from edge_export.parity.reference import MIN_CONTEXT
-from edge_export.pipeline.export import export_pair
-from edge_export.pipeline.request import ExportRequest
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.onnx_graph import KERNELS
 from edge_runtime.session.open import open_session
@@ -79,13 +77,9 @@ def test_rounded_weights_stay_near_and_float32_graphs_leave_no_trace(
     assert {path.name for path in bundle.folder.iterdir()} == listed | {"manifest.json", "config.yaml", "README.md"}
 
 
-def test_the_shipped_pair_is_within_a_thousandth(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the reference runs in torch")
+def test_the_shipped_pair_is_within_a_thousandth(exported: Callable[..., Bundle]) -> None:
     target, drafter = map(str, reference_pair())
-    request = ExportRequest(
-        target=target, drafter=drafter, output=tmp_path / "out", gguf=False, onnx=OnnxRequest(target="f32", drafter="f32"), threads=1
-    )
-    parity = parity_of(export_pair(request))
+    parity = parity_of(exported(target=target, drafter=drafter, context=4096))
     assert parity["unquantized"]["max_abs_difference"] <= 1e-3
     assert parity["drafts"]["unquantized_agreement"] == 1
     assert parity["tokens"] > 128 + 64, "the text is longer than the window"

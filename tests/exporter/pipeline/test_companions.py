@@ -20,11 +20,11 @@ from click.testing import CliRunner
 
 pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 
-from edge_export.checkpoint.sources import reference_pair
 from edge_export.pipeline.gguf_step import model_name
 from edge_export.pipeline.publish import card, modelfile, preset
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import BundleFile, GenerationDefaults, Manifest, ModelSource
+from kept import shipped_bundle
 from phones import free_port
 from polling import wait
 
@@ -53,17 +53,8 @@ def manifest_of(bundle: Path, **changes: Any) -> Manifest:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from edge_export.pipeline.export import export_pair
-    from edge_export.pipeline.request import ExportRequest
-
-    folder = tmp_path_factory.mktemp("companions") / "pair"
-    target, drafter = reference_pair()
-    request = ExportRequest(
-        target=str(target), drafter=str(drafter), output=folder, target_quantization="f16", drafter_quantization="f16", verify=False
-    )
-    export_pair(request)
-    return folder
+def bundle() -> Path:
+    return shipped_bundle(target_quantization="f16", drafter_quantization="f16", context=4096)
 
 
 def test_the_presets_name_the_files_and_what_the_checkpoint_samples_with(bundle: Path) -> None:
