@@ -42,13 +42,13 @@ class Scenario:
     repeats: int
     window_share: float  # window length / shortest allowed one
     # the meter
-    refresh_s: float
-    refresh_jitter: float
-    delay_s: float
-    smoothing_s: float
-    averages: bool  # mean since the last refresh, or the moment
-    quantum: float  # joules or watts; of a gauge amperes
-    noise: float
+    refresh_s: float = 0.0
+    refresh_jitter: float = 0.0
+    delay_s: float = 0.0
+    smoothing_s: float = 0.0
+    averages: bool = False  # mean since the last refresh, or the moment
+    quantum: float = 0.0  # joules or watts; of a gauge amperes
+    noise: float = 0.0
     zero_rate: float = 0.0
     unit_amperes: float = 1.0
     sign: int = 1
@@ -75,13 +75,6 @@ def draw(meter: str, seed: int) -> Scenario:
         seconds_per_token=float(r.uniform(0.02, 0.3)),
         repeats=int(r.integers(5, 13)),
         window_share=float(r.uniform(0.85, 1.6)),
-        refresh_s=0.0,
-        refresh_jitter=0.0,
-        delay_s=0.0,
-        smoothing_s=0.0,
-        averages=False,
-        quantum=0.0,
-        noise=0.0,
     )
     if meter == COUNTER:
         return replace(

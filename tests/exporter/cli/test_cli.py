@@ -53,30 +53,30 @@ def test_the_table_names_every_file_with_its_size(pair: list[Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["one"], ["a", "b", "--target-quant", "q3"], ["a", "b", "--context", "0"], ["a", "b", "--widened"]]
+    "words",
+    [
+        *("", "one", "a b --target-quant q3", "a b --context 0", "a b --widened", "a b --save-imatrix .", "a b --tune-minutes 3"),
+        *("a b --calibrate t --imatrix i", "a b --calibrate t --no-calibrate", "a b --calibrate t --save-imatrix no"),
+    ],
 )
-def test_usage_errors_exit_2(arguments: list[str], tmp_path: Path) -> None:
-    assert invoke(*arguments, "-o", tmp_path / "out").exit_code == 2
+def test_usage_errors_exit_2(words: str, tmp_path: Path) -> None:
+    assert invoke(*words.split(), "-o", tmp_path / "out").exit_code == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_without_a_command_gets_the_way_out(tmp_path: Path) -> None:
-    result = invoke("-o", tmp_path / "out", command="google/gemma-4-E2B-it")
-    assert (result.exit_code, "edge-export pair google/gemma-4-E2B-it DRAFTER --output BUNDLE" in result.stderr) == (2, True)
-    result = invoke("someone/target", "-o", tmp_path / "out")
-    assert (result.exit_code, "give TARGET and DRAFTER" in result.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("arguments", [["E2C"], []])
-def test_a_plan_of_an_unknown_size_names_the_sizes(arguments: list[str]) -> None:
-    result = invoke(*arguments, command="plan")
-    assert (result.exit_code, "give a size (E2B, E4B, 12B, 26B-A4B, 31B), or TARGET" in result.stderr) == (2, True)
-    assert ("no drafter of E2C is known here" in result.stderr) == bool(arguments)
-
-
-def test_a_size_is_no_checkpoint(tmp_path: Path) -> None:
-    result = invoke("e2b", "-o", tmp_path / "out")
-    assert (result.exit_code, "name the checkpoint: google/gemma-4-E2B-it" in result.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("google/gemma-4-E2B-it", ["-o", "out"], "edge-export pair google/gemma-4-E2B-it DRAFTER --output BUNDLE"),
+        ("pair", ["someone/target", "-o", "out"], "give TARGET and DRAFTER"),
+        ("pair", ["e2b", "-o", "out"], "name the checkpoint: google/gemma-4-E2B-it"),
+        ("plan", ["E2C"], "no drafter of E2C is known here"),
+        *(("plan", words, "give a size (E2B, E4B, 12B, 26B-A4B, 31B), or TARGET") for words in ([], ["E2C"])),
+    ],
+)
+def test_what_is_not_enough_gets_the_way_out(command: str, arguments: list[str], words: str) -> None:
+    result = invoke(*arguments, command=command)
+    assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -138,20 +138,6 @@ def test_the_reference_pair_stands_for_target_and_drafter(tmp_path: Path) -> Non
     manifest = open_bundle(tmp_path / "out").manifest
     assert [manifest.sources[role].origin for role in ("target", "drafter")] == [path.name for path in sources.reference_pair()]
     assert manifest.acceptance == sources.shipped_acceptance(sources.reference_pair()[1]) != {}, "without --verify too"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--calibrate", "t", "--imatrix", "i"],
-        ["--calibrate", "t", "--no-calibrate"],
-        ["--save-imatrix", "."],
-        ["--calibrate", "t", "--save-imatrix", "no"],
-        ["--tune-minutes", "3"],
-    ],
-)
-def test_importance_options_that_do_not_go_together_exit_2(arguments: list[str], tmp_path: Path) -> None:
-    assert invoke("a", "b", "-o", tmp_path / "out", *arguments).exit_code == 2
 
 
 def test_a_plan_makes_nothing_and_its_sizes_are_those_of_an_export(pair: list[Path], tmp_path: Path) -> None:
