@@ -60,33 +60,23 @@ def test_the_head_holds_the_drafters_rows_and_centroids(member_folder: Folders, 
     assert (tmp_path / "head").stat().st_size == sum(reported) == pytest.approx(head_bytes(drafter, bytes_of_rows.shape[1]), abs=1024)
 
 
-def test_values_beyond_float16_are_refused(member_folder: Folders, tmp_path: Path) -> None:
-    def change(centroids: Any) -> Any:
-        centroids[3, 1] = 1e6
-        return centroids
-
-    drafter = spoiled(member_folder("e4b-assistant"), tmp_path / "spoiled", change, "masked_embedding.centroids.weight")
-    with pytest.raises(CheckpointError, match="centroids holds values beyond float16"):
-        write_head(drafter, finished_as(drafter, tmp_path, "bf16"), tmp_path / "head")
-    assert not (tmp_path / "head").exists()
-
-
-def spoiled(folder: Path, to: Path, change: Callable[[Any], Any], name: str = "masked_embedding.token_ordering") -> Checkpoint:
+@pytest.mark.parametrize(
+    ("name", "place", "wrong", "words"),
+    [
+        ("masked_embedding.centroids.weight", (3, 1), 1e6, "centroids holds values beyond float16"),
+        *(("masked_embedding.token_ordering", 7, wrong, "does not name every token once") for wrong in (-1, 512, 1 << 40)),
+    ],
+)
+def test_values_that_no_head_has_are_refused(
+    name: str, place: Any, wrong: float, words: str, member_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(folder, to)
-    tensors = load_file(to / "model.safetensors")
-    tensors[name] = change(tensors[name])
-    save_file(tensors, to / "model.safetensors")
-    return open_checkpoint(to)
-
-
-@pytest.mark.parametrize("wrong", [-1, 512, 1 << 40])
-def test_an_order_that_is_none_is_refused(member_folder: Folders, tmp_path: Path, wrong: int) -> None:
-    def change(order: Any) -> Any:
-        order[7] = wrong
-        return order
-
-    drafter = spoiled(member_folder("e4b-assistant"), tmp_path / "spoiled", change)
-    with pytest.raises(CheckpointError, match="does not name every token once"):
+    folder = Path(shutil.copytree(member_folder("e4b-assistant"), tmp_path / "spoiled"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][place] = wrong
+    save_file(tensors, folder / "model.safetensors")
+    drafter = open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=words):
         write_head(drafter, finished_as(drafter, tmp_path, "bf16"), tmp_path / "head")
+    assert not (tmp_path / "head").exists()
