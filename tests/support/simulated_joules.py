@@ -1,6 +1,6 @@
 """Machines of known seconds and watts, and what the objective energy takes on them beside the best that its bound allows.
 
-A case is a curve of verify costs, a draft step, watts by phase and a mean acceptance. Its reference is the best mix of two out of all
+A case is a curve of verify costs, a draft step, watts by phase and a mean acceptance. It is compared with the best mix of two out of all
 fixed lengths, whose seconds and joules per token are computed, the objective time, and policies that pay a constant price for time. The
 bound is a share of the seconds that the objective time takes.
 """
@@ -15,22 +15,19 @@ from statistics import fmean
 from typing import Protocol
 
 from edge_runtime.calibration.first_use import MIN_ROUNDS
+from edge_runtime.calibration.power_probe import ROWS, VERIFY_ROWS
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, Costs, MeasuredCosts
 from edge_runtime.drafting.energy_objective import EnergyCosts, PhasePower, TimeBound
 from edge_runtime.drafting.policies import DraftLengthPolicy, RoundPlan, RoundResult, Timing
 from edge_runtime.drafting.profit_policy import Profit
-from simulated_rounds import CURVES, ExactCosts, played
+from simulated_rounds import ExactCosts, played
 
 LONGEST = 12
-# A drafter on few cores; one that takes as much as a verify; one that takes five times as much; verifies of several rows as dear as one.
-WATTS = {
-    "2, 6, 3": PhasePower(draft=2, verify=6, plain=3),
-    "5, 5, 2.5": PhasePower(draft=5, verify=5, plain=2.5),
-    "30, 6, 5": PhasePower(draft=30, verify=6, plain=5),
-    "3, 8, 8": PhasePower(draft=3, verify=8, plain=8),
-}
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+NOISE = 0.08
+# Seconds that a row adds, as a share of those of one row: flat, cheap and dear.
+SLOPES = ((0.005, 0.02), (0.04, 0.12), (0.25, 0.7))
 
 
 class Watts(Protocol):
@@ -52,64 +49,48 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One simulated machine and text."""
+    """One simulated machine and text.
 
-    curve: str | tuple[float, ...]
+    `verify`: milliseconds of 1, 2, ... rows; `calibrated`: the watts that a calibration with a meter knows; `noise`: standard deviation of
+    every time that is measured, as a share of it. Without noise, the policy knows all times.
+    """
+
+    verify: tuple[float, ...]
     step: float
-    watts: str | PhasePower
+    calibrated: PhasePower
     acceptance: float
-    noise: float = 0.0  # standard deviation of every time that is measured, as a share of it; without it, the policy knows all times
-
-    @property
-    def verify(self) -> tuple[float, ...]:
-        """Milliseconds of a verify of 1, 2, ... rows."""
-        return CURVES[self.curve] if isinstance(self.curve, str) else self.curve
+    noise: float = 0.0
 
     @property
     def power(self) -> Watts:
         """The watts that a round takes."""
-        return WATTS[self.watts] if isinstance(self.watts, str) else self.watts
-
-    @property
-    def calibrated(self) -> PhasePower:
-        """What a calibration with a meter knows of them."""
-        return WATTS[self.watts] if isinstance(self.watts, str) else self.watts
-
-    def acceptance_at(self, place: int) -> float:
-        """The mean chance of a draft after so many tokens."""
-        return self.acceptance
-
-    def device(self) -> Device:
-        """A machine that has run nothing yet."""
-        return Device(self)
+        return self.calibrated
 
     def by_time(self, tokens: int, seed: int) -> Spent:
         """What the objective time takes."""
-        device = self.device()
+        device = Device(self)
         return device.after(Profit(device.known(seed), AcceptanceModel()), tokens, seed)
 
-    def by_energy(self, tokens: int, seed: int, slowdown: float | None) -> Spent:
+    def by_energy(self, tokens: int, seed: int, slowdown: float) -> Spent:
         """What the objective energy takes."""
-        device = self.device()
+        device = Device(self)
         joules = EnergyCosts(device.known(seed), self.calibrated)
-        bound = None if slowdown is None else TimeBound(joules, slowdown)
-        return device.after(Profit(joules, AcceptanceModel(), bound=bound), tokens, seed)
+        return device.after(Profit(joules, AcceptanceModel(), bound=TimeBound(joules, slowdown)), tokens, seed)
 
     def priced(self, price: float, tokens: int, seed: int) -> Spent:
         """What a policy takes that pays `price` times the watts of a forward for each second."""
-        device = self.device()
+        device = Device(self)
         joules = EnergyCosts(device.known(seed), self.calibrated)
         joules.weights = 1.0, price * self.calibrated.forward(1)
         return device.after(Profit(joules, AcceptanceModel()), tokens, seed)
 
-    def fixed(self, tokens: int, seeds: Sequence[int]) -> list[Spent]:
+    def fixed(self) -> list[Spent]:
         """What rounds of 0, 1, ... drafts take; chances of drafts are independent, so their sums are exact."""
-        verify = self.verify
         lengths = []
         for length in range(LONGEST + 1):
             emitted = sum(self.acceptance**n for n in range(length + 1))
             drafting = length * self.step
-            seconds, rows = min((verify[rows - 1], rows) for rows in range(length + 1, len(verify) + 1))
+            seconds, rows = min((self.verify[rows - 1], rows) for rows in range(length + 1, len(self.verify) + 1))
             joules = drafting * self.power.draft + seconds * self.power.forward(rows)
             lengths.append(Spent(seconds=(drafting + seconds) / emitted, joules=joules / emitted))
         return lengths
@@ -134,7 +115,7 @@ class Device(ExactCosts):
 
     def after(self, policy: DraftLengthPolicy, tokens: int, seed: int) -> Spent:
         """What a policy takes per token, the luck of what was accepted left out, for so many tokens."""
-        _, likely, _ = played(self, _Counted(policy, self), self.case.acceptance_at, tokens, seed, same_text=True)
+        _, likely, _ = played(self, _Counted(policy, self), lambda _: self.case.acceptance, tokens, seed, same_text=True)
         return Spent(seconds=self.seconds / likely, joules=self.joules / likely)
 
 
@@ -174,10 +155,52 @@ def drawn(seed: int, count: int) -> list[Case]:
     for _ in range(count):
         tile, slope, step = draws.choice((1, 4, 8)), 20 * log_uniform(draws, 0.02, 0.8), log_uniform(draws, 0.3, 8.0)
         tiles = [-(-rows // tile) * tile for rows in range(1, LONGEST + 2)]
-        curve = (20.0, *(20 + slope * (rows - 1) * draws.uniform(0.95, 1.05) for rows in tiles[1:]))
-        verify = log_uniform(draws, 3, 10)
-        power = PhasePower(draft=log_uniform(draws, 1.5, 30), verify=verify, plain=verify * draws.uniform(0.4, 1.1))
-        cases.append(Case(curve=curve, step=step, watts=power, acceptance=draws.uniform(0.3, 0.95)))
+        verify = (20.0, *(20 + slope * (rows - 1) * draws.uniform(0.95, 1.05) for rows in tiles[1:]))
+        watts = log_uniform(draws, 3, 10)
+        power = PhasePower(draft=log_uniform(draws, 1.5, 30), verify=watts, plain=watts * draws.uniform(0.4, 1.1))
+        cases.append(Case(verify=verify, step=step, calibrated=power, acceptance=draws.uniform(0.3, 0.95)))
+    return cases
+
+
+@dataclass(frozen=True)
+class RisingWatts:
+    """Watts of forwards that rise from those of one row to those of 9: more rows keep more of a processor busy."""
+
+    plain: float
+    full: float
+    exponent: float
+    draft: float
+
+    def forward(self, rows: int) -> float:
+        return self.plain + (self.full - self.plain) * min(1.0, ((rows - 1) / 8) ** self.exponent)
+
+    def calibrated(self) -> PhasePower:
+        """What a calibration measures of them, exactly."""
+        by_rows = {rows: self.forward(rows) for rows in ROWS}
+        return PhasePower(draft=self.draft, verify=self.forward(VERIFY_ROWS), plain=self.plain, by_rows=by_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RisingCase(Case):
+    """A machine whose watts rise with the rows of a verify, which a calibration tells exactly."""
+
+    rising: RisingWatts
+
+    @property
+    def power(self) -> RisingWatts:
+        return self.rising
+
+
+def rising(seed: int, count: int) -> list[RisingCase]:
+    """Draws machines whose watts rise with rows, which are flat, cheap or dear in time; each time that is measured is off by 8 %."""
+    draws, cases = random.Random(seed), []
+    for _ in range(count):
+        slope, step = 20 * log_uniform(draws, *draws.choice(SLOPES)), log_uniform(draws, 0.3, 8.0)
+        plain = draws.uniform(2, 8)
+        watts = RisingWatts(plain, plain * draws.uniform(1, 4), draws.uniform(0.5, 2), plain * draws.uniform(0.5, 1.5))
+        verify = (20.0, *(20 + slope * (rows - 1) * draws.uniform(0.95, 1.05) for rows in range(2, LONGEST + 2)))
+        known = {"verify": verify, "step": step, "calibrated": watts.calibrated(), "noise": NOISE}
+        cases.append(RisingCase(**known, rising=watts, acceptance=draws.uniform(0.3, 0.95)))
     return cases
 
 
@@ -200,15 +223,9 @@ def best_mix(points: Sequence[Spent], limit: float) -> float:
 class Regret:
     """`slower`: seconds / those of the objective time; `joules` likewise; `regret`: joules / the best mix's within the bound, less 1."""
 
-    case: Case
     slower: float
     joules: float
     regret: float
-
-    @property
-    def is_worse_in_both(self) -> bool:
-        """Whether the objective time takes fewer seconds and fewer joules, by more than a thousandth each."""
-        return self.slower > 1.001 and self.joules > 1.001
 
 
 def mean(spent: Sequence[Spent]) -> Spent:
@@ -216,29 +233,10 @@ def mean(spent: Sequence[Spent]) -> Spent:
     return Spent(seconds=fmean(one.seconds for one in spent), joules=fmean(one.joules for one in spent))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """What the objective energy is compared with: the objective time, and the best mix within the bound."""
-
-    time: Spent
-    best_joules: float
-
-
-def reference(case: Case, slowdown: float, *, tokens: int, seeds: Sequence[int]) -> Reference:
-    """Returns the means over `seeds`."""
-    time = mean([case.by_time(tokens, seed) for seed in seeds])
-    priced = [mean([case.priced(price, tokens, seed) for seed in seeds]) for price in PRICES]
-    fixed = case.fixed(tokens, seeds)
-    return Reference(time=time, best_joules=best_mix([*fixed, time, *priced], (1 + slowdown) * time.seconds))
-
-
 def regret(case: Case, slowdown: float, *, tokens: int, seeds: Sequence[int]) -> Regret:
     """Returns what the objective energy loses in one case, from the means over `seeds`."""
-    beside = reference(case, slowdown, tokens=tokens, seeds=seeds)
     energy = mean([case.by_energy(tokens, seed, slowdown) for seed in seeds])
-    return Regret(
-        case=case,
-        slower=energy.seconds / beside.time.seconds,
-        joules=energy.joules / beside.time.joules,
-        regret=energy.joules / beside.best_joules - 1,
-    )
+    time = mean([case.by_time(tokens, seed) for seed in seeds])
+    priced = [mean([case.priced(price, tokens, seed) for seed in seeds]) for price in PRICES]
+    best = best_mix([*case.fixed(), time, *priced], (1 + slowdown) * time.seconds)
+    return Regret(slower=energy.seconds / time.seconds, joules=energy.joules / time.joules, regret=energy.joules / best - 1)
