@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
+llama_cpp = pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
 
-import remote_gpu
 from edge_runtime.backends.llama import loader as llama_devices
 from edge_runtime.backends.llama.loader import LlamaDevice, device_named, layers_that_fit, offloaded_to
 from edge_runtime.errors import RequestError
+from kept import ROOT, kept
+from polling import wait
 
+# The GPU of tests: ggml's RPC backend, compiled alone, whose device is another process's processor.
+SOURCES = Path(os.environ.get("EDGE_MTP_LLAMA_CPP", ROOT / "build/llama.cpp/source")) / "ggml"
+ENDPOINT = "EDGE_MTP_TEST_GPU"
+# A backend that is loaded alone gives its registry by this function; that of a server has its devices.
+ENTRY = f"""
+#include "ggml-backend-impl.h"
+#include "ggml-rpc.h"
+#include <cstdlib>
+extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init() {{
+    return ggml_backend_rpc_add_server(getenv("{ENDPOINT}"));
+}}
+"""
+SERVER = """
+import ctypes, sys
+base, ggml, gpu = (ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL) for path in sys.argv[1:4])
+ggml.ggml_backend_dev_by_type.restype = ctypes.c_void_p
+devices = (ctypes.c_void_p * 1)(ggml.ggml_backend_dev_by_type(0))
+gpu.ggml_backend_rpc_start_server(sys.argv[4].encode(), None, ctypes.c_size_t(1), ctypes.c_size_t(1), devices)
+"""
+LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
 _SESSION = """
 import json, sys
 import edge_runtime
@@ -39,10 +63,55 @@ print(json.dumps({"results": results, "sentences": sentences}))
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[dict[str, str]]:
-    if missing := remote_gpu.lacking():
-        pytest.skip(missing)
-    with remote_gpu.remote_gpu() as environment:
-        yield environment
+    """The environment in which llama.cpp has another process's processor as the GPU "rpc0".
+
+    To llama.cpp it is a GPU with memory of its own: weights and K/V rows lie there, and nothing of the host's reads them.
+    """
+    if shutil.which("g++") is None or sys.platform != "linux":
+        pytest.skip("needs Linux and g++")
+    if not (SOURCES / "src/ggml-rpc").is_dir():
+        pytest.skip(f"needs llama.cpp's sources at {SOURCES.parent}")
+    library = kept("gpu", {"entry": ENTRY, "sources": str(SOURCES)}, compiled)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    libraries = [str(LIBRARIES / f"lib{name}.so") for name in ("ggml-base", "ggml")]
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, *libraries, str(library), endpoint], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert server.stdout is not None
+    try:
+        for line in server.stdout:
+            if "transport" in line:  # the last line before it listens
+                break
+        assert wait(lambda: server.poll() is not None or listens(endpoint)), "the server does not listen"
+        assert server.poll() is None
+        threading.Thread(target=server.stdout.read, daemon=True).start()  # it writes lines of each client, and waits where nobody reads
+        yield {"GGML_BACKEND_PATH": str(library), ENDPOINT: endpoint}
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def listens(endpoint: str) -> bool:
+    host, _, port = endpoint.partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def compiled(path: Path) -> None:
+    entry = path.with_suffix(".cpp")
+    entry.write_text(ENTRY, encoding="utf-8")
+    rpc = SOURCES / "src/ggml-rpc"
+    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED", "-DGGML_SHARED"]
+    folders = [f"-I{SOURCES / name}" for name in ("include", "src")]
+    linked = ["-o", str(path), f"-L{LIBRARIES}", "-lggml-base", f"-Wl,-rpath,{LIBRARIES}"]
+    subprocess.run(["g++", *flags, *folders, str(entry), str(rpc / "ggml-rpc.cpp"), str(rpc / "transport.cpp"), *linked], check=True)
+    entry.unlink()
 
 
 @pytest.fixture(scope="module")
