@@ -22,8 +22,8 @@ from edge_devices.meters.search import NO_METER
 
 MIN_REFRESHES = 50
 FAST_S = 0.1
-LONGEST_GAP_S = 30.0  # that is still taken for the meter's own
-MAX_RISE = 0.05  # of the mean power, from the first to the second half of runs together that a gauge was watched in
+LONGEST_GAP_S = 30.0  # a longer gap between values is not the meter's own
+MAX_RISE = 0.05  # share of the mean power by which the second halves of all runs together may be above the first ones
 # Newest values of a sampler from which the error of pooled runs is taken; more would not make it smaller.
 KEPT_VALUES = 10_000
 # Requests that overlap without an end are added to the pool in parts, so that readings need not be kept.

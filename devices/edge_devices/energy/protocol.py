@@ -44,14 +44,16 @@ def busy_load(threads: int = 1) -> Iterator[None]:
 
 
 TOGGLES = 3
-WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter, or a second characterisation, may need a little longer
-SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
+WINDOW_MARGIN = 1.2  # planned / shortest window, as an external meter or a second characterisation may need a little more
+SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0  # so many windows agree within these shares and °C
 MAX_SOAK_S = 600.0
-HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # of the load going on and off; a gauge that needs longer needs hours for a session
-LENGTHENED, HOLD_GROWTH = 1.5, 1.1  # times the load's time, of another try and between two looks at one that is held
+# The load stays on, and off, for so many new values; a gauge that needs longer in all needs hours for a session.
+HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0
+LENGTHENED = 1.5  # times as long the load stays at the next try
+HOLD_GROWTH = 1.1  # times as long it has stayed at the next look, where it is held until the readings are flat
 # Load, then rest, in front of an external meter; all lengths differ, so that they fit at one offset only.
 LOAD_STEPS_S, SLOW_LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0)), ((20.0, 30.0), (40.0, 25.0), (60.0, 50.0))
-FAST_REFRESH_S, SLOW_REFRESH_S = 1.0, 10.0  # of meters that show each of these steps in two rows
+FAST_REFRESH_S, SLOW_REFRESH_S = 1.0, 10.0  # with these, each step is at least two rows of the meter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +152,9 @@ class _Toggled:
 
 
 def _unsettled(toggled: _Toggled) -> str:
-    """Returns what a gauge does not do within a step, or "" where its readings become flat: a counter has no lag, and a graphics board
-    shows no load of the processor.
+    """Returns how a gauge fails to show a step, or "" where its readings become flat.
+
+    A counter has no lag, and a graphics board does not show a load of the processor.
     """
     facts = toggled.trace.facts
     if facts.kind is Kind.COUNTER:
@@ -163,8 +166,10 @@ def _unsettled(toggled: _Toggled) -> str:
 
 
 def _toggled(system: System, meter: Meter, load: Load, half_s: float, longest_s: float, report: Report) -> _Toggled:
-    """Polls while the load goes on and off three times. The first load stays until its readings are flat, or for `longest_s`; where that
-    takes longer than `half_s` it is the only one: what comes after the next ones would still be mixed with what was before.
+    """Polls while the load goes on and off three times.
+
+    The first load stays until its readings are flat, or for `longest_s`. Where that takes longer than `half_s`, it is the only one: after
+    the next ones, readings would still be mixed with what was before.
     """
     facts, started = meter.facts, system.clock()
     interval_s = min(facts.refresh_s, half_s / HALF_REFRESHES) / 8

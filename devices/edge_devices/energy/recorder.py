@@ -20,18 +20,19 @@ LAGS_OF_LEAD = 1.5
 WINDOW_LAGS = 2
 WINDOW_REFRESHES = 20  # chosen in simulations: the intervals hold from here on, and a slow gauge's session ends on the same day
 HALF_SHARE, SETTLED_SHARE = 0.5, 0.9
-TAIL = 1.5  # times the seconds from half of a step to 90 % of it: a filter that settles exponentially shows 99 % of it after them
-FLAT_SHARE = 0.03  # of a step, by which a settled reading may still change from the third to the last quarter after it
+# An exponential filter that took s seconds from half of a step to 90 % of it shows 99 % another TAIL * s seconds later.
+TAIL = 1.5
+FLAT_SHARE = 0.03  # a reading has settled if it changes by less than this share of a step from the third to the last quarter after it
 # A step is visible above 4 standard deviations or resolutions of the readings and 2 % of their level: a few that are equal have no noise.
 VISIBLE_NOISES, VISIBLE_SHARE = 4.0, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Characteristics:
-    """In seconds: median and longest time between updates, time until a load step shows (90 %, or what its slow tail takes), and the cost
-    of a read.
+    """How a meter behaves, in seconds.
 
-    `zero_rate`: share of reads that returned no value.
+    `refresh_s`, `longest_gap_s`: median and longest time between updates; `lag_s`: until a load step shows (90 %, or what its slow tail
+    takes); `read_s`: the cost of a read; `zero_rate`: the share of reads that returned no value.
     """
 
     refresh_s: float
@@ -95,8 +96,9 @@ def change_times(trace: Trace) -> list[float]:
 
 
 def unsettled_share(trace: Trace, steps: Sequence[float]) -> float | None:
-    """Returns by what share of a load step the readings still rise from the third to the last quarter after it, on average; below 0 where
-    they fall back. None where no step is visible, nor any reading to see it with.
+    """Returns by what share of a load step the readings still rise from the third to the last quarter after it, on average.
+
+    Below 0 where they fall back; None where no step is visible, or there are no readings.
     """
     shares = []
     for before, step, after in _triples(trace, steps):
@@ -139,9 +141,9 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
 
 
-JITTER = 0.3  # share of the interval; without it the readings could be in step with draft and verify and always fall in the same phase
+JITTER = 0.3  # share of the interval: without it, readings in step with draft and verify would always fall in the same phase
 SLEPT = "the machine slept"  # begins the reason of a fault that no window may contain
-SLEPT_S = 0.5
+SLEPT_S = 0.5  # less is the clocks' own
 # A clock that counts the time asleep, and one that does not: Linux and Android, then macOS.
 CLOCKS = (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"))
 

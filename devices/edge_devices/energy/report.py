@@ -32,7 +32,7 @@ from edge_devices.meters.base import REPLAYED, Finding, Kind, MeterFacts, MeterS
 from edge_devices.meters.search import NO_METER
 
 CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
-WARMING = 1.0  # standard error of a phase's power / what it changes by within its loops, chosen in simulations
+WARMING = 1.0  # standard error of a phase's power / its change within the loops of the phase; chosen in simulations
 MIN_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
 
 

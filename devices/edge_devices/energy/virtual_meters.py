@@ -25,7 +25,9 @@ from edge_devices.meters.search import choose_meter
 MIN_FIT = 0.5  # share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # of the best fit
 MAX_RECORDING_S = 6 * 3600.0
-PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1  # of a counter: a gap that long, in which it counts this share of the mean power
+# A counter's recording paused where a gap is longer than so many seconds and readings, in which it counts less than this share of the mean
+# power.
+PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1
 Span = tuple[float, float]  # seconds
 FloatArray = NDArray[np.float64]
 
@@ -159,7 +161,7 @@ ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
 LONGEST_ROW_S = 120.0
 _ADVICE = "write estimate:IDLE,CORE such as estimate:2.5,4"
-UNKNOWN_ERROR = 1.0  # of watts that somebody typed: the figure may be nothing, or double
+UNKNOWN_ERROR = 1.0  # with watts that somebody typed, the figure may be nothing, or double
 
 
 class PendingExternalMeter:

@@ -18,8 +18,8 @@ from edge_devices.meters.base import Kind, Trace
 # the lead-in is left out, and the mean power of the rest is multiplied by the window's whole length: it always begins with a prefill.
 
 MIN_UPDATES = 8
-LONGEST_GAP = 3  # refreshes, or readings where those are less frequent: no value stands for longer
-FAST = 1000  # a counter with this many updates per window needs no lead-in and no update times
+LONGEST_GAP = 3  # no value stands for longer than so many refreshes, or readings where those are less frequent
+FAST = 1000  # a counter with so many updates per window needs no lead-in and no update times
 
 
 @dataclass(frozen=True, kw_only=True)

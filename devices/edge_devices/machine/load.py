@@ -22,14 +22,16 @@ BUSY_SHARE = 0.15
 # (both backends, 2 cores of a Xeon "Emerald Rapids", 22 November 2026, pressure of a cgroup of its own).
 BUSY_WAITING = 0.15
 STAT, PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
-BEFORE_SECONDS = 0.25  # for which the load before a measurement is looked at
+BEFORE_SECONDS = 0.25  # how long the load is looked at before a measurement
 _SHORTEST_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineLoad:
-    """`others` is the mean share of all processors that other programs used, `waiting` the share of the time in which a program that could
-    run waited for a processor; None where the system does not say.
+    """How busy other programs kept the machine for some seconds; None where the system does not say.
+
+    `others`: the mean share of all processors that they used; `waiting`: the share of the time in which a program that could run waited for
+    a processor.
     """
 
     others: float | None

@@ -25,8 +25,10 @@ SLOWS = re.compile(r"processor|cpufreq|cpuidle|thermal-idle|powerclamp|cpu[-_](\
 
 @dataclass(frozen=True, kw_only=True)
 class Throttling:
-    """`bits`: a Pi's get_throttled; `count`: how often Intel's processors were throttled since they started; `cooling`: what cools the
-    processor now by slowing it. `unknown`: what is not known of it, and why; empty where all is.
+    """What a machine says of its throttling.
+
+    `bits`: a Pi's get_throttled; `count`: how often Intel's processors were throttled since they started; `cooling`: what cools the
+    processor now by slowing it; `unknown`: what is not known, and why, or empty.
     """
 
     bits: int | None = None
@@ -255,7 +257,7 @@ CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging ci
 HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no temperature
 POLICIES = "sys/devices/system/cpu/cpufreq/policy*"
 TEMPERATURES = "sys/class/thermal/thermal_zone*/temp"
-# What `read_state` reads, so that a device is read from afar.
+# All that `read_state` reads, to be fetched from a remote device.
 STATE_FILES = (
     *SUPPLY_FILES,
     *files_below(POLICIES, "scaling_max_freq scaling_cur_freq scaling_governor"),

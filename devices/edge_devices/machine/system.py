@@ -12,7 +12,8 @@ from edge_devices.children import run_child
 from edge_devices.errors import DeviceError
 
 NOT_FOUND = 127  # the exit code where there is no such command
-MOVED_S, DRIFT = 5.0, 1e-3  # what a clock that is set shows, and at most a clock that is steered (adjtimex(2): 500 ppm)
+# A clock was set if it is further from a steady one than these seconds and twice what steering changes (adjtimex(2): 500 ppm).
+MOVED_S, DRIFT = 5.0, 1e-3
 LONGEST_TEXT = 1 << 20  # bytes kept of a file or a command's output; the longest in practice, dumpsys, has a few kilobytes
 
 
@@ -111,15 +112,16 @@ def files_below(folder: str, names: str) -> tuple[str, ...]:
 
 
 class WallClock:
-    """Watches the time of day, which may be set while a program runs, against a clock that only goes on, which durations are taken from."""
+    """Watches the time of day, which may be set while a program runs, against the steady clock that durations are taken from."""
 
     def __init__(self, now: Callable[[], float] | None = None, clock: Callable[[], float] | None = None) -> None:
         self._now, self._clock = now or time.time, clock or time.monotonic
         self._began = self._now(), self._clock()
 
     def moved_by(self) -> float:
-        """Returns by how many seconds the time of day was set forward since this was made, less than 0 if back; a machine that slept shows
-        the same. 0 for what a clock that is steered may differ by.
+        """Returns by how many seconds the time of day was set since this was made: above 0 forward, below 0 back, 0 not at all.
+
+        A machine that slept looks like one whose clock was set forward.
         """
         wall, steady = self._now() - self._began[0], self._clock() - self._began[1]
         return wall - steady if abs(wall - steady) > MOVED_S + DRIFT * steady else 0.0
