@@ -21,7 +21,7 @@ import phones
 import ssh_host
 from edge_devices.errors import EdgeError
 from edge_devices.files.user_cache import cache_folder
-from edge_devices.machine import load
+from edge_devices.machine import processors
 from edge_devices.machine.memory import available_memory_bytes
 from kept import ROOT, shipped_bundle
 
@@ -82,9 +82,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def unknown_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests print and keep does not depend on how busy the machine is: the load is not known, as on other systems than Linux."""
-    monkeypatch.setattr(load, "STAT", Path("/nonexistent/stat"))
-    monkeypatch.setattr(load, "PRESSURE", Path("/nonexistent/pressure"))
-    monkeypatch.setattr(load, "BEFORE_SECONDS", 0.0)
+    monkeypatch.setattr(processors, "STAT", Path("/nonexistent/stat"))
+    monkeypatch.setattr(processors, "PRESSURE", Path("/nonexistent/pressure"))
+    monkeypatch.setattr(processors, "BEFORE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from edge_devices.energy.recorder import Characteristics
 from edge_devices.energy.report import meter_lines
 from edge_devices.errors import DeviceError, byte_text
 from edge_devices.machine.detection import Profile, detect_device, profiles
-from edge_devices.machine.facts import usable_processors
 from edge_devices.machine.memory import read_bandwidth
+from edge_devices.machine.processors import usable_processors
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters

@@ -50,7 +50,7 @@ from edge_bench.report.figures import Figures, figures, first_token_ratio
 from edge_bench.report.tables import TextTable, grid, milliseconds, print_report, print_tables, ratio_text
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.files.typed_json import from_json, to_json
-from edge_devices.machine.load import LoadWatch, load_now
+from edge_devices.machine.processors import LoadWatch, load_now
 from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.drafting.policies import DEFAULT_POLICY
 from edge_runtime.errors import BackendError

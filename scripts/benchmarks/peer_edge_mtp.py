@@ -11,7 +11,7 @@ from edge_bench.measure.records import Variant
 from edge_bench.measure.request import Prompt, long_prompt, prepare, shipped_prompts
 from edge_bench.measure.runners import EdgeRunner
 from edge_devices.files.typed_json import from_json, to_json
-from edge_devices.machine.facts import installed_version
+from edge_devices.machine.device_package import installed_version
 from edge_runtime.backends.selection import BackendKind
 from edge_runtime.session.load_options import LoadOptions
 from edge_runtime.session.open import open_session

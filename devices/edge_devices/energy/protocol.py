@@ -14,7 +14,7 @@ from edge_devices.energy.run_log import LoggedRun, RunLog
 from edge_devices.energy.windows import FAST, measure_window
 from edge_devices.errors import MeasurementError
 from edge_devices.machine.detection import environment
-from edge_devices.machine.load import LoadWatch
+from edge_devices.machine.processors import LoadWatch
 from edge_devices.machine.state import read_state, refusals, warnings
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope, Trace

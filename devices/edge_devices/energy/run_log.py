@@ -21,7 +21,7 @@ from edge_devices.errors import MeasurementError
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.limited_read import lines_at_most
 from edge_devices.files.typed_json import from_json
-from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.processors import MachineLoad
 from edge_devices.machine.state import DeviceState
 from edge_devices.meters.base import MeterFacts, Sample, Trace
 

@@ -1,4 +1,4 @@
-"""Device packages, which `edge-export package` makes: the list of what is in one, and what to do inside one where something is missing."""
+"""What is installed: versions, device packages, which `edge-export package` makes, and what to do where something is missing."""
 
 from __future__ import annotations
 
@@ -103,3 +103,13 @@ def how_to_get(*extras: str) -> str:
     return "this is a device package: make it anew, where it was made, with " + " or ".join(
         dict.fromkeys(f"{package.command} {option}".strip() for option in options)
     )
+
+
+def installed_version(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, None if it is not installed."""
+    from importlib import metadata  # a child that decodes an image needs the rest of this module, and not what this imports
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import sha256_of
-from edge_devices.machine.facts import usable_processors
+from edge_devices.machine.processors import usable_processors
 from edge_devices.waiting import Report
 from edge_export.device_package.inventory import SITE, Component, Platform, Processors, copy_file, keep_licence, write_file
 from edge_export.device_package.wheels import own_requirements, pip_download, run

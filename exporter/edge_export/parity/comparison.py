@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.machine.facts import installed_version
+from edge_devices.machine.device_package import installed_version
 from edge_export.errors import ParityError
 from edge_export.parity.reference import (
     DRAFT_LENGTH,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edge_devices.command_line import one_sentence_errors
 from edge_devices.errors import byte_text
-from edge_devices.machine.facts import installed_version
+from edge_devices.machine.device_package import installed_version
 from edge_devices.machine.memory import available_memory_bytes
 from edge_export.checkpoint.architecture import HEAD, TextArchitecture
 from edge_export.checkpoint.sources import ResolvedSource, resolve_target

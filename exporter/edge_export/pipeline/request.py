@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edge_devices.machine.facts import usable_processors
+from edge_devices.machine.processors import usable_processors
 from edge_devices.option_fields import option
 from edge_devices.waiting import Progress
 from edge_export.checkpoint.sources import ResolvedSource

@@ -36,7 +36,7 @@ from edge_bench.measure.runners import DOMAINS_PART, EdgeRunner, Runner, Schedul
 from edge_bench.measure.sweeps import alone, check_sizes, image_workloads, measure_image, measure_kv_types, run_level
 from edge_devices.energy.protocol import Workload
 from edge_devices.machine.detection import detect_device
-from edge_devices.machine.facts import installed_version
+from edge_devices.machine.device_package import installed_version
 from edge_devices.machine.system import System, WallClock
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.selection import CARDS, has_options, usable_backends

@@ -33,7 +33,7 @@ from edge_devices.energy.report import EnergyReport
 from edge_devices.energy.run_log import RunLog
 from edge_devices.energy.virtual_meters import EXTERNAL
 from edge_devices.errors import INTERRUPTED, DeviceError
-from edge_devices.machine.load import LoadWatch, load_now
+from edge_devices.machine.processors import LoadWatch, load_now
 from edge_devices.meters.base import Meter
 from edge_devices.option_fields import option
 from edge_runtime.cli.options import BundlePath, refuse_threads

@@ -13,8 +13,7 @@ import click
 
 from edge_bench.measure.request import threads_option
 from edge_devices.children import import_paths, limited_command, run_child
-from edge_devices.machine.device_package import how_to_get
-from edge_devices.machine.facts import installed_version
+from edge_devices.machine.device_package import how_to_get, installed_version
 from edge_devices.option_fields import option
 from edge_devices.waiting import Report
 from edge_runtime.backends.selection import BACKENDS, CARDS, BackendKind, usable_backends

@@ -12,7 +12,7 @@ from typing import Any
 from edge_bench.measure.conditions import MachineConditions
 from edge_devices.files.atomic_write import GrowingFile
 from edge_devices.files.typed_json import StructureError, from_json, to_json
-from edge_devices.machine.load import MachineLoad, mean_load
+from edge_devices.machine.processors import MachineLoad, mean_load
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import POLICIES, DrafterKind
 from edge_runtime.errors import RequestError

@@ -15,7 +15,7 @@ from edge_bench.measure.records import CHOOSING_POLICIES, LLAMA_CPP, parse_lengt
 from edge_devices.energy.virtual_meters import VIRTUAL
 from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
-from edge_devices.machine.facts import MAX_THREADS
+from edge_devices.machine.processors import MAX_THREADS
 from edge_devices.option_fields import OPTION, option, spelling
 from edge_runtime.bundle.gguf_header import KV_TYPES, KvType
 from edge_runtime.drafting.policies import DEFAULT_POLICY, DRAFTER_KINDS, DrafterKind

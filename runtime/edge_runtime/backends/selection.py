@@ -14,8 +14,8 @@ from typing import Any
 
 from edge_devices.children import limited_command, print_answer, run_child
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.device_package import how_to_get
-from edge_devices.machine.facts import cpu_identity, installed_version
+from edge_devices.machine.device_package import how_to_get, installed_version
+from edge_devices.machine.processors import cpu_identity
 from edge_devices.waiting import Report
 from edge_runtime.backends.interface import CPU, Backend, OpenRequest
 from edge_runtime.backends.kernels.loader import variant

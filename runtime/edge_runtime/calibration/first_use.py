@@ -16,8 +16,7 @@ from typing import Literal
 import numpy as np
 
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.facts import cpu_identity, keep_to_fastest, processor_groups
-from edge_devices.machine.load import LoadWatch
+from edge_devices.machine.processors import LoadWatch, cpu_identity, keep_to_fastest, processor_groups
 from edge_devices.waiting import Report, Waiting, no_report, silent_wait
 from edge_runtime.calibration.measured import Known, MeasuredValue, Notify
 from edge_runtime.drafting.cost_model import MAX_ROWS, MIN_SECONDS, SETTLED, CostCurve, Costs, MeasuredCosts, extrapolated

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from edge_devices.errors import EdgeError
 from edge_devices.files.typed_json import from_json, to_json
 from edge_devices.files.user_cache import CACHE_VARIABLE, cache_folder, cache_put, entry_key, read_entries
-from edge_devices.machine.load import LoadWatch, load_now
+from edge_devices.machine.processors import LoadWatch, load_now
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.bundle.manifest import Manifest
 from edge_runtime.drafting.acceptance_model import EXPORTED_WEIGHT, AcceptanceModel

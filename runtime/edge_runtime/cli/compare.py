@@ -13,8 +13,8 @@ import click
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.energy.live import EnergyPool, EnergyWatch, RunEnergy
-from edge_devices.machine.load import LoadWatch, MachineLoad, load_now
 from edge_devices.machine.memory import peak_memory_bytes
+from edge_devices.machine.processors import LoadWatch, MachineLoad, load_now
 from edge_devices.meters.base import Scope, scope_words
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait

@@ -12,7 +12,7 @@ import click
 
 from edge_devices.command_line import PanelCommand, takes
 from edge_devices.files.atomic_write import atomic_write
-from edge_devices.machine.facts import read_machine
+from edge_devices.machine.detection import read_machine
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait, terminal_wait
 from edge_runtime.bundle.bundle import read_signing_key, sign_file

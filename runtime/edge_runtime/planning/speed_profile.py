@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from edge_devices.machine.detection import detect_device, profile
-from edge_devices.machine.load import LoadWatch
 from edge_devices.machine.memory import read_bandwidth
+from edge_devices.machine.processors import LoadWatch
 from edge_devices.machine.system import System
 from edge_runtime.errors import RequestError
 from edge_runtime.planning.speed import Range, SpeedProfile

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edge_devices.machine.facts import MAX_THREADS
+from edge_devices.machine.processors import MAX_THREADS
 from edge_devices.option_fields import option
 from edge_devices.waiting import Waiting, silent_wait
 from edge_runtime.backends.selection import BACKENDS, BackendKind

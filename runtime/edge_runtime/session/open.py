@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from edge_devices.files.user_cache import entry_key
-from edge_devices.machine.facts import cpu_identity, installed_version, processor_groups
+from edge_devices.machine.device_package import installed_version
+from edge_devices.machine.processors import cpu_identity, processor_groups
 from edge_runtime.backends.interface import CPU, OpenedPair, OpenRequest
 from edge_runtime.backends.kernels.loader import variant
 from edge_runtime.backends.kernels.packed_cache import user_cache

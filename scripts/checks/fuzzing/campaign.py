@@ -43,7 +43,7 @@ _FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.
 _PATH_EVENTS = ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate")
 
 
-# Where a desktop's machine facts name its Vulkan drivers (edge_devices.machine.facts).
+# Where a desktop's machine facts name its Vulkan drivers (edge_devices.machine.detection).
 _DRIVER_LISTS = ("/etc/vulkan/", "/usr/share/vulkan/", "/usr/local/share/vulkan/")
 
 

@@ -21,7 +21,7 @@ from edge_devices.energy.run_log import RunLog, read_log, write_log
 from edge_devices.energy.virtual_meters import PendingExternalMeter, with_external_meter
 from edge_devices.energy.windows import PhaseWatts, share_out
 from edge_devices.errors import MeasurementError, MeterError
-from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.processors import MachineLoad
 from edge_devices.machine.state import DeviceState
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Scope

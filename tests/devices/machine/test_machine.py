@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from edge_devices.cli import main
 from edge_devices.errors import byte_text
-from edge_devices.machine.facts import read_machine
+from edge_devices.machine.detection import read_machine
 from edge_devices.machine.memory import available_memory_bytes, peak_memory_bytes
 
 PI_5 = """processor\t: 0

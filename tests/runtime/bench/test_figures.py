@@ -19,7 +19,7 @@ from edge_devices.energy.intervals import Interval, of_error
 from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.errors import EdgeError, markdown_text
 from edge_devices.files.atomic_write import write_text
-from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.processors import MachineLoad
 from edge_runtime.bundle.manifest import FIGURES_OF, files_key
 from edge_runtime.errors import RequestError
 

@@ -23,7 +23,7 @@ from edge_bench.report.figures import figures
 from edge_devices.energy.intervals import of_error
 from edge_devices.energy.report import EnergyReport, VariantEnergy
 from edge_devices.energy.run_log import read_log, write_log
-from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.processors import MachineLoad
 from edge_devices.meters.base import Scope
 from edge_runtime.bundle.bundle import open_bundle
 from simulated_session import SimulatedMachine, two_variants

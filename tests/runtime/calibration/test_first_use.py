@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from edge_devices.files.user_cache import CACHE_VARIABLE
-from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.processors import MachineLoad
 from edge_runtime.calibration import first_use, measured
 from edge_runtime.calibration.first_use import (
     COSTS,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from edge_devices.files.user_cache import CACHE_VARIABLE, MAX_CACHE_BYTES, MAX_ENTRIES, cache_put, read_entries
-from edge_devices.machine.load import MachineLoad
+from edge_devices.machine.processors import MachineLoad
 from edge_devices.waiting import Report
 from edge_runtime.backends import selection
 from edge_runtime.backends.llama import crash_probe

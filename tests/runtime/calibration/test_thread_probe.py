@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_devices.files.typed_json import from_json, to_json
-from edge_devices.machine import facts as processors
-from edge_devices.machine.facts import clusters, fastest, keep_to_fastest
+from edge_devices.machine import processors
+from edge_devices.machine.processors import clusters, fastest, keep_to_fastest
 from edge_runtime.calibration.first_use import PHASES, ThreadCounts, ThreadTimes, candidates, measure_threads
 from scripted import TimedDrafter, TimedTarget
 
@@ -64,7 +64,7 @@ def test_affinity_is_left_alone_where_cores_are_alike(monkeypatch) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="needs two processors on Linux")
 def test_a_process_really_stays_where_it_is_kept() -> None:
     code = (
-        "import os, threading; from edge_devices.machine.facts import stay_on; held = threading.Event(); one = 0\n"
+        "import os, threading; from edge_devices.machine.processors import stay_on; held = threading.Event(); one = 0\n"
         "os.sched_setaffinity(0, range(os.cpu_count()))  # a worker of the tests may be kept on one\n"
         "thread = threading.Thread(target=held.wait); thread.start(); stay_on([one])\n"
         "print([os.sched_getaffinity(t) == {one} for t in (threading.get_native_id(), thread.native_id)]); held.set()"

@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 
 from chat_words import chat_session, with_template
-from edge_devices.machine.load import LoadWatch, MachineLoad
+from edge_devices.machine.processors import LoadWatch, MachineLoad
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import GenerationDefaults
 from edge_runtime.cli import prompts

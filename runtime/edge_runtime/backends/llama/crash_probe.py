@@ -18,8 +18,7 @@ from pathlib import Path
 from edge_devices.children import limited_command, print_answer, run_child
 from edge_devices.files.user_cache import entry_key
 from edge_devices.machine.device_package import this_package
-from edge_devices.machine.facts import cpu_identity, usable_processors
-from edge_devices.machine.load import LoadWatch
+from edge_devices.machine.processors import LoadWatch, cpu_identity, usable_processors
 from edge_devices.waiting import Report, Waiting, silent_wait
 from edge_runtime.backends.interface import CPU
 from edge_runtime.backends.llama.context import LlamaOptions

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from edge_devices.machine.detection import driver_facts
 from edge_devices.machine.device_package import how_to_get, this_package
-from edge_devices.machine.facts import driver_facts
 from edge_devices.machine.system import System
 from edge_runtime.backends.interface import CPU, GPU, NPU
 from edge_runtime.backends.kernels import ggml

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_devices.errors import first_line
-from edge_devices.machine.device_package import how_to_get
-from edge_devices.machine.facts import board_name, driver_facts, installed_version
+from edge_devices.machine.detection import board_name, driver_facts
+from edge_devices.machine.device_package import how_to_get, installed_version
 from edge_devices.machine.system import System
 from edge_runtime.backends.interface import CPU, GPU, NPU
 from edge_runtime.backends.kernels.loader import end_on_lost_files, kernels_path

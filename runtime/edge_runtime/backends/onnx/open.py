@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from edge_devices.machine.facts import keep_to_fastest, processor_groups
 from edge_devices.machine.memory import address_space_left, available_memory_bytes, share_one_arena
+from edge_devices.machine.processors import keep_to_fastest, processor_groups
 from edge_runtime.backends.interface import Accelerator, OpenedPair, OpenRequest, SingleSequence, kernel_finding, lazy_encoder
 from edge_runtime.backends.kernels.loader import build_hash, stock_reason, variant
 from edge_runtime.backends.kernels.packed_cache import PackedCache
