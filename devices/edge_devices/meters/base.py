@@ -139,8 +139,9 @@ class Preference(IntEnum):
 class MeterSource:
     """One kind of meters. `find` lists those of a machine as usable, present but not usable, or absent; none where they cannot be.
 
-    `name`: of the meter, or what the names of its meters begin with; stands for all of them if `find` raises MeterError or OSError.
-    `files`, `commands`: what `find` and its meters read, as patterns below the root and as words, so that a device is read from afar.
+    `name`: of its meter, or of all its meters together: it is listed as present if `find` raises MeterError or OSError.
+    `files`, `commands`: all that `find` and its meters read, as patterns below the root and as words. From a remote device nothing else is
+    fetched.
     """
 
     name: str

@@ -9,7 +9,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters import android, apple, linux, nvml, windows_emi
 from edge_devices.meters.base import Finding, Meter, MeterState, Preference, Scope, present
 
-# In the order of preference. Those of one preference keep the order of the modules, though hardly any machine has two of them.
+# In the order of preference. Those of equal preference keep the order below; hardly any machine has two of them.
 _LISTED = (*linux.SOURCES, *windows_emi.SOURCES, *android.SOURCES, *apple.SOURCES, *nvml.SOURCES)
 SOURCES = tuple(sorted(_LISTED, key=lambda source: source.preference))
 BATTERY_METERS = tuple(source.name for source in SOURCES if source.preference is Preference.BATTERY)

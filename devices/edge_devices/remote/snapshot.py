@@ -1,4 +1,7 @@
-"""A device's files and command outputs, fetched with one command, from which meters and state are read as on the device."""
+"""A device's files and command outputs, fetched with one command: its meters and state are read from them as on the device.
+
+From them also follows what speaks against a run there (`preflight_refusals`, `preflight_warnings`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from edge_devices.machine.state import (
     thermal_name,
     warnings,
 )
-from edge_devices.machine.system import CommandResult, System
+from edge_devices.machine.system import NOT_FOUND, CommandResult, System
 from edge_devices.meters.search import SOURCES
 from edge_devices.remote.file_sync import free_bytes
 from edge_devices.remote.transport import Transport, shell
@@ -38,7 +41,7 @@ class Recording:
 
 
 class RecordedSystem(System):
-    """A machine that is only a recording, as of a device from afar, or in tests; every command not in it is unknown."""
+    """A machine that is only a recording, as of a remote device, or in tests. A command that is not in it is not found."""
 
     def __init__(self, recording: Recording, **fields: Any) -> None:
         """`fields`: clock and sleep, where a test needs its own."""
@@ -48,7 +51,7 @@ class RecordedSystem(System):
             command = " ".join(arguments)
             if command in recording.traces:
                 return CommandResult(code=0, output=recording.traces[command])
-            code, text = answers.get(command, (127, ""))
+            code, text = answers.get(command, (NOT_FOUND, ""))
             return CommandResult(code=code, output=text.encode("utf-8", "replace"))
 
         super().__init__(platform=recording.platform, run=run, **fields)
