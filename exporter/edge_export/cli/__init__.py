@@ -1,1 +1,1 @@
-"""edge-export: command, progress display, Optimum's subcommand."""
+"""edge-export: command and progress display."""
