@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edge_devices.errors import errors_as
 from edge_devices.files.atomic_write import clear_stale, locked, stale_of, temporary_of
 from edge_export.checkpoint.safetensors import read_json_object
 from edge_export.errors import CheckpointError, ExportError
@@ -45,11 +46,9 @@ def prepare_state(folder: Path, facts: object, sources: Sequence[Path], what: st
         if previous == digest:
             return
         shutil.rmtree(folder)
-    try:
+    with errors_as(ExportError, f"{folder} cannot be written", "choose another place for the bundle"):
         folder.mkdir()
         (folder / _LIST).write_text(json.dumps({"request": digest}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ExportError(f"{folder} cannot be written ({error.strerror}); choose another place for the bundle") from error
 
 
 _REPLACED = "replaced"

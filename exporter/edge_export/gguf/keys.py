@@ -12,6 +12,7 @@ from typing import Any, Literal
 import gguf as gguf  # the only module that imports it; writer.py takes it from here
 import yaml
 
+from edge_devices.errors import errors_as
 from edge_export.checkpoint.architecture import AssistantArchitecture, TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.media_architecture import AUDIO, EMBED_AUDIO, EMBED_VISION, EMBEDDER, VISION
@@ -225,10 +226,8 @@ def read_card(folder: Path) -> dict[str, Any]:
 def _front_matter(path: Path) -> str:
     """The lines between the first two fences. Reads no more than their limit."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with errors_as(CheckpointError, f"{path} cannot be read", "check the checkpoint"), path.open(encoding="utf-8") as file:
             text = file.read(MAX_FRONT_MATTER)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the checkpoint") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from error
     lines = text.splitlines()

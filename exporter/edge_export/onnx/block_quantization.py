@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.weight_formats import BLOCK, find_grid
 from edge_export.errors import ExportError
-from edge_export.quantization.importance import MIN_IMPORTANCE, Factor, Floats, Rounded, compensated
+from edge_export.quantization.importance import MIN_IMPORTANCE, Factor, Floats, Rounded, compensated, inverses
 
 BITS, BLOCKS = (4, 8), (32, 64, 128)
 # Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
@@ -265,10 +265,7 @@ def _rounded(weights: Floats, scales: Floats, bits: int) -> Levels:
 
 def _steps(weights: Floats, scales: Floats, bits: int, out: Floats) -> Floats:
     """Puts into `out` how many steps from 0 each weight's nearest level is."""
-    # 1 / scales, and 0 where the scale is 0 (an empty block) or its inverse is beyond float32.
-    inverse = np.zeros_like(scales)
-    np.divide(np.float32(1), scales, out=inverse, where=np.abs(scales) >= np.finfo(np.float32).tiny)
-    np.multiply(weights, inverse, out=out)
+    np.multiply(weights, inverses(scales), out=out)
     np.rint(out, out=out)
     half = _half(bits)
     return np.clip(out, -half, half - 1, out=out)

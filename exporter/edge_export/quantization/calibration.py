@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_devices.option_fields import option
 from edge_export.checkpoint.checkpoint import Checkpoint
@@ -182,12 +183,8 @@ class Calibration:
 
 def read_text(path: Path, purpose: str = "calibration text") -> tuple[str, ImportanceSource]:
     """Returns a text of the user and its entry for the manifest. Raises ExportError if it is not text, empty, or far too long."""
-    try:
+    with errors_as(ExportError, f"the {purpose} {path} cannot be read", "give a text file, a few hundred kB are enough"):
         data = read_at_most(path, MAX_TEXT_BYTES)
-    except OSError as error:
-        raise ExportError(
-            f"the {purpose} {path} cannot be read ({error.strerror or error}); give a text file, a few hundred kB are enough"
-        ) from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

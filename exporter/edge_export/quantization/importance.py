@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_devices.errors import byte_text
+from edge_devices.errors import byte_text, errors_as
 from edge_devices.files.limited_read import read_at_most
 from edge_export.checkpoint.architecture import TextArchitecture
 from edge_export.checkpoint.checkpoint import Checkpoint, read_gguf_header
@@ -114,7 +114,7 @@ def _rounded_in_order(weights: Floats, plain: Rounded, inverse: Floats, grid_of:
             group = column // plain.group
             if grid_of is not None and column % plain.group == 0:
                 scales[group], offsets[group] = grid_of(group, left[column : column + plain.group])
-            level = np.clip(np.rint((left[column] - offsets[group]) * _steps(scales[group])), 0, plain.top)
+            level = np.clip(np.rint((left[column] - offsets[group]) * inverses(scales[group])), 0, plain.top)
             levels[column] = level
             error = errors[column - first]
             np.divide(left[column] - (level * scales[group] + offsets[group]), inverse[column, column], out=error)
@@ -123,8 +123,8 @@ def _rounded_in_order(weights: Floats, plain: Rounded, inverse: Floats, grid_of:
     return replace(plain, levels=np.ascontiguousarray(levels.T), scales=scales.T, offsets=offsets.T)
 
 
-def _steps(scales: Floats) -> Floats:
-    """1 / scales, and 0 where that is beyond float32."""
+def inverses(scales: Floats) -> Floats:
+    """1 / scales, and 0 where a scale is 0, as of an empty block, or its inverse beyond float32."""
     return np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=np.abs(scales) >= np.finfo(np.float32).tiny)
 
 
@@ -352,10 +352,8 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 def read_imatrix(path: Path) -> tuple[Entries, ImportanceSource]:
     """Returns the sums by GGUF tensor name, and the file's entry for the manifest. Raises ExportError if it is not one, or is damaged."""
-    try:
+    with errors_as(ExportError, f"{path} cannot be read", "give an importance matrix made by llama-imatrix"):
         data = read_at_most(path, MAX_BYTES)
-    except OSError as error:
-        raise ExportError(f"{path} cannot be read ({error.strerror or error}); give an importance matrix made by llama-imatrix") from error
     entries = _read_gguf(path, data) if data[:4] == b"GGUF" else _read_older(path, data)
     digest = hashlib.sha256(data).hexdigest()
     return entries, ImportanceSource(kind="imatrix", name=path.name, bytes=len(data), sha256=digest, tokens=None)
