@@ -55,7 +55,7 @@ from edge_runtime.bundle.gguf_header import TYPE_NUMBERS, GgufHeader, LongArray,
 
 MAX_CONFIG_BYTES = 8 << 20
 MULTIMODAL_TYPES = ("gemma4", "gemma4_unified")
-_CENTROIDS_PER_PIECE = 64
+CENTROIDS_PER_PIECE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,10 +297,26 @@ def _check_tensors(folder: Path, tensors: dict[str, StoredTensor], needed: Shape
             raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not {expected_types}; use an unquantized checkpoint")
 
 
+def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
+    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if it is not a permutation, or the sizes do not divide."""
+    model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
+    _check_sizes(drafter, model)
+    order = read_values(stored)
+    if not np.array_equal(np.sort(order), np.arange(model.vocab_size)):
+        raise CheckpointError(f"{stored.path}: {stored.name!r} does not name every token once; download the checkpoint again")
+    return order.astype(np.int32)
+
+
+def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
+    if model.vocab_size % model.centroids or model.top_centroids > model.centroids:
+        sizes = f"{model.vocab_size} tokens, {model.centroids} centroids and the best {model.top_centroids} of them"
+        raise CheckpointError(f"{drafter.folder}: {sizes} do not match; use an unmodified config")
+
+
 def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
     """Yields output rows [n, hidden] in cluster order as float32, a few clusters at a time; `ordering` [vocabulary] is that order."""
     table, model = mapped(drafter.tensors[EMBEDDING]), drafter.assistant
-    step = _CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
+    step = CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
     for first in range(0, len(ordering), step):
         yield table[ordering[first : first + step]].astype(np.float32)
 

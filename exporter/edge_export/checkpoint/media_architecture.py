@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from edge_export.checkpoint.architecture import Shapes
-from edge_export.checkpoint.safetensors import CheckedValues
+from edge_export.checkpoint.checkpoint import Checkpoint
+from edge_export.checkpoint.safetensors import SOURCE_TYPE, CheckedValues
 from edge_export.errors import CheckpointError
+from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
 VISION, AUDIO = "model.vision_tower.", "model.audio_tower."
 EMBED_VISION, EMBED_AUDIO = "model.embed_vision.embedding_projection.weight", "model.embed_audio.embedding_projection.weight"
@@ -22,6 +24,8 @@ MELS = 128
 # Values of 48 x 48 pixels, which is what one row of the unified member is made of.
 PATCH_VALUES = 48 * 48 * 3
 _UNIFIED = "gemma4_unified"
+# Groups of `Checkpoint.left_out`.
+TOWERS = ("vision_tower:", "audio_tower:", "vision_embedder:", "embed_vision:", "embed_audio:")
 BOUNDS = ("input_max", "input_min", "output_max", "output_min")
 _LARGEST = 1 << 20
 _PATCHES: dict[str, Any] = {"patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-6}
@@ -127,6 +131,39 @@ def parse_media(config: dict[str, Any], path: Path, text_size: int, vocab_size: 
     _check_built_in(audio, _RAW_SOUND if kind == _UNIFIED else _AUDIO_BUILT_IN)
     encoder = RawSound(samples=_RAW_SOUND["audio_embed_dim"]) if kind == _UNIFIED else _audio(audio)
     return replace(architecture, audio=encoder, audio_tokens=_tokens(outer, "audio", vocab_size))
+
+
+def media_architecture(checkpoint: Checkpoint) -> MediaArchitecture:
+    """Returns the vision and audio parts of a target, whose tensors are all there and fit. Raises CheckpointError."""
+    model = checkpoint.architecture
+    media = parse_media(checkpoint.config, checkpoint.folder / "config.json", model.hidden_size, model.vocab_size)
+    shapes = media.shapes()
+    for name, shape in shapes.items():
+        stored = checkpoint.others.get(name)
+        if stored is None or stored.shape != shape or stored.dtype not in SOURCE_TYPE:
+            described = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
+            raise CheckpointError(f"{checkpoint.folder}: the tensor {name!r} of shape {list(shape)} is {described}; download it again")
+    extra = [name for name in checkpoint.others if name.startswith((VISION, AUDIO, EMBEDDER, "model.embed_")) and name not in shapes]
+    if extra:
+        raise CheckpointError(f"{checkpoint.folder}: {extra[0]!r} is no tensor of the parts in its config; use an unmodified checkpoint")
+    return media
+
+
+def media_inputs(media: MediaArchitecture) -> MediaInputs:
+    """Returns the manifest's entry."""
+    image, audio = (
+        None if tokens is None else MediaTokens(begin=tokens[0], placeholder=tokens[1], end=tokens[2])
+        for tokens in (media.image_tokens, media.audio_tokens)
+    )
+    assert image is not None
+    raw = media.audio.samples if isinstance(media.audio, RawSound) else None
+    tower = media.vision if isinstance(media.vision, VisionTower) else None
+    size = VisionSize(
+        hidden_size=media.vision.hidden_size,
+        layers=tower.layers if tower else None,
+        feed_forward_size=tower.feed_forward if tower else None,
+    )
+    return MediaInputs(image=image, audio=audio, bidirectional=media.bidirectional, samples_per_row=raw, vision=size)
 
 
 def _size(values: CheckedValues, key: str) -> int:

@@ -16,26 +16,21 @@ from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.media_architecture import (
-    AUDIO,
     EMBEDDER,
     MELS,
-    VISION,
     AudioTower,
     MediaArchitecture,
     RawSound,
     VisionTower,
-    parse_media,
+    media_architecture,
 )
-from edge_export.checkpoint.safetensors import SOURCE_TYPE, FloatType, StoredTensor, read_optional_json_object, read_values
+from edge_export.checkpoint.safetensors import FloatType, StoredTensor, read_optional_json_object, read_values
 from edge_export.checkpoint.weight_formats import BLOCK
 from edge_export.errors import CheckpointError
 from edge_export.gguf.keys import Entry, encoder_name
 from edge_export.gguf.writer import GgufPlan, GgufTensor, array_tensor, float_tensor, header_of
 from edge_runtime.bundle.gguf_header import QUANTIZATIONS
-from edge_runtime.bundle.manifest import MediaInputs, MediaTokens, VisionSize
 
-# Groups of `Checkpoint.left_out`.
-TOWERS = ("vision_tower:", "audio_tower:", "vision_embedder:", "embed_vision:", "embed_audio:")
 EncoderType = FloatType | Literal["q8_0"]
 ENCODER_TYPES: tuple[EncoderType, ...] = ("f32", "f16", "bf16", "q8_0")
 USE_GELU = "clip.use_gelu"
@@ -44,39 +39,6 @@ _EPSILON = 1e-6
 # Written for every file and used by none (conversion/gemma.py).
 _UNUSED_IMAGE_SIZE = 224
 _ALWAYS_FLOAT32 = ("v.position_embd.weight", "a.input_projection.weight", "a.conv1d.")
-
-
-def media_architecture(checkpoint: Checkpoint) -> MediaArchitecture:
-    """Returns the vision and audio parts of a target, whose tensors are all there and fit. Raises CheckpointError."""
-    model = checkpoint.architecture
-    media = parse_media(checkpoint.config, checkpoint.folder / "config.json", model.hidden_size, model.vocab_size)
-    shapes = media.shapes()
-    for name, shape in shapes.items():
-        stored = checkpoint.others.get(name)
-        if stored is None or stored.shape != shape or stored.dtype not in SOURCE_TYPE:
-            described = "missing" if stored is None else f"{stored.dtype} {list(stored.shape)}"
-            raise CheckpointError(f"{checkpoint.folder}: the tensor {name!r} of shape {list(shape)} is {described}; download it again")
-    extra = [name for name in checkpoint.others if name.startswith((VISION, AUDIO, EMBEDDER, "model.embed_")) and name not in shapes]
-    if extra:
-        raise CheckpointError(f"{checkpoint.folder}: {extra[0]!r} is no tensor of the parts in its config; use an unmodified checkpoint")
-    return media
-
-
-def media_inputs(media: MediaArchitecture) -> MediaInputs:
-    """Returns the manifest's entry."""
-    image, audio = (
-        None if tokens is None else MediaTokens(begin=tokens[0], placeholder=tokens[1], end=tokens[2])
-        for tokens in (media.image_tokens, media.audio_tokens)
-    )
-    assert image is not None
-    raw = media.audio.samples if isinstance(media.audio, RawSound) else None
-    tower = media.vision if isinstance(media.vision, VisionTower) else None
-    size = VisionSize(
-        hidden_size=media.vision.hidden_size,
-        layers=tower.layers if tower else None,
-        feed_forward_size=tower.feed_forward if tower else None,
-    )
-    return MediaInputs(image=image, audio=audio, bidirectional=media.bidirectional, samples_per_row=raw, vision=size)
 
 
 def plan_encoder(checkpoint: Checkpoint, weight_type: EncoderType, *, use_gelu: bool = True) -> GgufPlan:

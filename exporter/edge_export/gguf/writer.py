@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_export.checkpoint.architecture import CENTROIDS, TOKEN_ORDERING, AssistantArchitecture, TextArchitecture
-from edge_export.checkpoint.checkpoint import Checkpoint, read_gguf_header
+from edge_export.checkpoint.architecture import CENTROIDS, TextArchitecture
+from edge_export.checkpoint.checkpoint import CENTROIDS_PER_PIECE, Checkpoint, read_gguf_header, token_order
 from edge_export.checkpoint.safetensors import FloatType, StoredTensor, read_rows, read_values
 from edge_export.checkpoint.tokenizer_vocabulary import GgufVocabulary, read_vocabulary
 from edge_export.checkpoint.weight_formats import BLOCK, find_grid, lies_on_grid
@@ -282,7 +282,6 @@ def trained_for_q4(checkpoint: Checkpoint) -> bool:
 # Output rows have the bytes of the exported drafter, in cluster order, each cluster contiguous.
 
 HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 3
-_CENTROIDS_PER_PIECE = 64
 _MAX_FLOAT16 = float(np.finfo(np.float16).max)
 _ROWS = "token_embd.weight"
 
@@ -326,8 +325,8 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
     def pieces() -> Iterator[Any]:
         # Mapped, as rows are read in another order than they are stored; the page cache holds as many as fit into memory.
         table = np.memmap(finished, np.uint8, "r", rows.offset, (count, rows.bytes // count))
-        for first in range(0, centroids, _CENTROIDS_PER_PIECE):
-            yield np.ascontiguousarray(table[ordering[first : first + _CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
+        for first in range(0, centroids, CENTROIDS_PER_PIECE):
+            yield np.ascontiguousarray(table[ordering[first : first + CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
 
     return GgufTensor(name="rows", shape=(centroids, per_centroid, hidden), type=rows.type, pieces=pieces)
 
@@ -337,19 +336,3 @@ def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> GgufTensor:
     if not np.abs(values).max() <= _MAX_FLOAT16:
         raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MAX_FLOAT16:.0f}; download the checkpoint again")
     return array_tensor(name, values.shape, "f16", lambda: values)
-
-
-def token_order(drafter: Checkpoint) -> NDArray[np.int32]:
-    """Returns the tokens [vocabulary] in cluster order. Raises CheckpointError if it is not a permutation, or the sizes do not divide."""
-    model, stored = drafter.assistant, drafter.tensors[TOKEN_ORDERING]
-    _check_sizes(drafter, model)
-    order = read_values(stored)
-    if not np.array_equal(np.sort(order), np.arange(model.vocab_size)):
-        raise CheckpointError(f"{stored.path}: {stored.name!r} does not name every token once; download the checkpoint again")
-    return order.astype(np.int32)
-
-
-def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
-    if model.vocab_size % model.centroids or model.top_centroids > model.centroids:
-        sizes = f"{model.vocab_size} tokens, {model.centroids} centroids and the best {model.top_centroids} of them"
-        raise CheckpointError(f"{drafter.folder}: {sizes} do not match; use an unmodified config")

@@ -12,9 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.checkpoint import Checkpoint
-from edge_export.checkpoint.media_architecture import AUDIO, EMBED_AUDIO, EMBED_VISION, MELS, VISION, AudioTower, VisionTower
+from edge_export.checkpoint.media_architecture import (
+    AUDIO,
+    EMBED_AUDIO,
+    EMBED_VISION,
+    MELS,
+    VISION,
+    AudioTower,
+    VisionTower,
+    media_architecture,
+)
 from edge_export.checkpoint.safetensors import read_rows, read_values
-from edge_export.gguf.media_encoder import media_architecture
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.request import Block, MediaWeights, OnnxRequest, check_towers
 from edge_export.onnx.weights import WeightFile, WeightFormat, weight_format

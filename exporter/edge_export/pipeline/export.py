@@ -16,10 +16,10 @@ from edge_devices.errors import byte_text, errors_as
 from edge_devices.waiting import Progress, ProgressLines
 from edge_export.checkpoint.architecture import SPARSE_HEAD
 from edge_export.checkpoint.hub import fetched_checkpoint
+from edge_export.checkpoint.media_architecture import TOWERS, media_architecture, media_inputs
 from edge_export.checkpoint.sources import ResolvedSource, mixed_training, planned_download, planned_pair, resolve_pair
 from edge_export.checkpoint.tokenizer_vocabulary import TOKENIZER_NAME
 from edge_export.errors import ExportError
-from edge_export.gguf.media_encoder import TOWERS, media_architecture, media_inputs
 from edge_export.gguf.writer import trained_for_q4
 from edge_export.onnx.request import ONNX_MEDIA, OnnxFiles, OnnxRequest, check_onnx_sources, check_towers, expected_onnx_bytes
 from edge_export.output import check_output, check_outside, partial_folder, sync_files

@@ -14,8 +14,9 @@ pytest.importorskip("transformers", reason="tiny checkpoints are made with trans
 
 from converter import convert
 from edge_export.checkpoint.checkpoint import open_checkpoint
+from edge_export.checkpoint.media_architecture import media_architecture
 from edge_export.errors import CheckpointError
-from edge_export.gguf.media_encoder import ENCODER_TYPES, USE_GELU, EncoderType, media_architecture, plan_encoder
+from edge_export.gguf.media_encoder import ENCODER_TYPES, USE_GELU, EncoderType, plan_encoder
 from published_formats import edit_json
 from tiny_media import MEDIA_IDS, write_media_member
 

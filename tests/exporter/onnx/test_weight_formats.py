@@ -17,10 +17,10 @@ import pytest
 onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
+
 from changed_bundle import nodes_of
-from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint
+from edge_export.checkpoint.checkpoint import cluster_rows, open_checkpoint, token_order
 from edge_export.checkpoint.sources import reference_pair
-from edge_export.gguf.writer import token_order
 from edge_export.onnx.block_quantization import WeightSpec, round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.drafter import sparse_head

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_export.checkpoint.architecture import CENTROIDS, AssistantArchitecture, TextArchitecture
-from edge_export.checkpoint.checkpoint import Checkpoint, cluster_rows
-from edge_export.gguf.writer import token_order
+from edge_export.checkpoint.checkpoint import Checkpoint, cluster_rows, token_order
 from edge_export.onnx.block_quantization import round_rows
 from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import CacheNames, KvFormat, counted_kinds, declare_attention, declare_caches
