@@ -52,9 +52,9 @@ class Tower:
         """Puts values into the data file as float32."""
         return self.graph.weight(self._weights.array(values.astype(np.float32), "f32"))
 
-    def vector(self, name: str, factor: float = 1.0) -> str:
-        """A small tensor in the data file, times a factor."""
-        return self.stored(self.values(name) * np.float32(factor))
+    def vector(self, name: str) -> str:
+        """A small tensor in the data file."""
+        return self.stored(self.values(name))
 
     def linear(self, value: str, name: str, *, outer: bool = False) -> str:
         """value times the transposed matrix `name`; `outer`: a matrix outside of the layers, whose name is complete."""
@@ -77,9 +77,9 @@ class Tower:
             return value
         return self.graph.op("Clip", value, *(self.graph.floats(np.array(bound, np.float32)) for bound in bounds))
 
-    def norm(self, value: str, name: str, factor: float = 1.0) -> str:
-        """RMS norm with the weight `name`, times a factor."""
-        weight = self.values(f"{name}.weight") * np.float32(factor)
+    def norm(self, value: str, name: str) -> str:
+        """RMS norm with the weight `name`."""
+        weight = self.values(f"{name}.weight")
         return self._normed(value, self.stored(weight), len(weight))
 
     def plain_norm(self, value: str, size: int) -> str:
