@@ -21,7 +21,8 @@ from edge_runtime.bundle.gguf_header import GgufError, read_architecture
 # Which GGUF files of a listing belong together: the target that a tag names, and its drafter.
 #
 # The rules are llama.cpp's (common/download.cpp: find_best_model, find_best_sibling), so that a name means the same files there and here.
-# Beyond them: what a file is, its header says where it is at hand, else its name in any case; and a tag is a whole word.
+# Two rules are added. Where a file is at hand, its header says what it is; elsewhere its name does, in capitals or not. A tag is a whole
+# word of a name.
 
 # What the headers of files say that are at hand: "target", "drafter" or "other", by name.
 Roles = Mapping[str, str]

@@ -67,9 +67,9 @@ from edge_runtime.bundle.manifest import ModelSource, SourceFile
 
 # The trained pairs that are shipped with the package: small Gemma 4 targets with their MTP drafters, as Hugging Face folders.
 #
-# Widened, it has the cost of a phone-sized model and the same output. A gated feed-forward layer is down(act(gate x) * up x). New rows of
-# gate and up and new columns of down are zeros, so that they add act(0) * 0 = 0 to every sum. The zeros are holes of the file, which take
-# no disk space on common file systems.
+# A target that is widened with zeros has the cost of a phone-sized model and the same output. A gated feed-forward layer is
+# down(act(gate x) * up x). New rows of gate and up and new columns of down are zeros, so that they add act(0) * 0 = 0 to every sum. The
+# zeros are holes of the file, which take no disk space on common file systems.
 
 _REFERENCE, _CHAT = "reference_pair", "chat_pair"
 DESCRIPTION = "the shipped example, which continues Python code and its documentation; it was never taught to answer questions"

@@ -128,8 +128,10 @@ class OnnxRequest:
 
     @property
     def importance_roles(self) -> dict[str, frozenset[str] | None]:
-        """The roles whose quantization takes account of importance: None where errors are not compensated; else the kinds of matrices
-        where they are not, by GGUF names. 4 bits gain by that; a drafter's table, which is its head, has 8.
+        """How the quantization of each role uses importance, of the roles whose weights are in blocks.
+
+        4 bits gain by compensation: such a role has the kinds of matrices, by GGUF names, whose errors are not compensated because they
+        have 8 bits. A drafter's table, which is its head, always has 8. With None no errors are compensated; they are only weighed.
         """
         without = (_IN_8_BITS if self.default_blocks else frozenset()) | (frozenset() if self.table == "int4" else {_TABLE})
         roles = (("target", self.target, without), ("drafter", self.drafter, without | {_TABLE}))

@@ -41,9 +41,9 @@ _CHANNELS = "qnn"
 class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
 
-    `sensitive` is the format of a layer's weights whose rounding costs most, if it differs: what ends the feed-forward, and what comes back
-    from per-layer embeddings; `values` that of K and V. `off_grid` is that of matrices that lie on no grid of 4 bits, where the
-    others were trained for one.
+    Three kinds of a layer's matrices may have formats of their own. `sensitive` is for those whose rounding costs most: the last one of the
+    feed-forward, and the one behind per-layer embeddings. `values` is for K and V. `off_grid` is for matrices that lie on no grid of
+    4 bits, in a checkpoint that was trained for one.
     """
 
     kind: Literal["f32", "f16", "blocks"]

@@ -57,11 +57,11 @@ class ParityLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """By what an export is judged, and what it is called: `library` ran a `noun` (export, graph).
+    """By what an export is judged, and what messages call it: `library` ran a `noun` (export, graph).
 
-    `limits` are for the unquantized one of `weight_type`, `kl_limit` is for the mean KL of the one of `quantization` on held-out text;
-    `median_kl` is for the unquantized one's rows. Of a quantized one greedy agreement is recorded, not judged: near-ties on unusual text
-    flip easily. `better` names the next better type with its option and bytes, for a refusal; `calibrates`: a calibration would help too.
+    The unquantized one, of `weight_type`, is judged by `limits`, and by the median KL of its rows. The one of `quantization` is judged by
+    its mean KL on held-out text; its greedy agreement is only recorded, as near-ties on unusual text flip easily. A refusal names the ways
+    out: `better`, the next better type with its option and bytes, and a calibration where `calibrates` says that it would help.
     """
 
     library: str

@@ -96,7 +96,7 @@ class GgufFiles:
 
     @property
     def importance_roles(self) -> dict[str, frozenset[str]]:
-        """The roles whose quantization takes account of importance, and the kinds of matrices whose errors it does not compensate."""
+        """The roles whose quantization uses importance, each with the kinds of matrices whose errors are not compensated."""
         quantized = [model for model in self.models if model.plan is not None and model.exact is None]
         kinds = {model.source.role: QUANTIZATIONS[model.quantization] for model in quantized}
         return {role: frozenset(matrix_kind(part) for part, _ in kind.raised) for role, kind in kinds.items() if kind.weighed}

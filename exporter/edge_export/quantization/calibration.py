@@ -115,11 +115,11 @@ def importance_of_pair(
     progress: Callable[[int], None],
     notify: Callable[[str], None],
 ) -> dict[str, Importance]:
-    """Returns the importance by role, of the roles in `roles` only: those whose quantization uses it, and how far it uses moments too.
+    """Returns the importance of each role in `roles`, which are those whose quantization uses it, and how.
 
-    `state` is the folder of what a calibration computes: one that was stopped goes on from it, and it stays as long as the importance is
-    used. `progress` gets the bytes of calibration text done, `notify` a sentence about a text of little use. Raises ExportError if no
-    quantization uses it, or if it does not fit the model.
+    `state` is the folder of what a calibration computes. A calibration that was stopped goes on from it, and it has to stay as long as the
+    importance is used. `progress` gets the bytes of calibration text done, `notify` a sentence about a text of little use. Raises
+    ExportError if no quantization uses the importance, or if it does not fit the model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -158,9 +158,10 @@ def importance_of_pair(
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """The pair and the text. `with_drafter`: it is measured too. `moments` get the second moments of the inputs of the models that it
-    names, target or drafter. `state` is a file from which a calibration that was stopped goes on, with the same moments. `notify` gets a
-    sentence about a text that is of little use.
+    """The pair and the text. `with_drafter`: the drafter is measured too.
+
+    `moments`, by target or drafter, receive the second moments of the inputs of that model. `state` is a file from which a calibration that
+    was stopped goes on, with the same moments. `notify` gets a sentence about a text that is of little use.
     """
 
     reference: Reference

@@ -164,8 +164,8 @@ _SHARED = {"ffn_up.weight": "ffn_gate.weight"}
 # Least importance, beside a mean of 1: channels that the text never used must keep sensible weights too.
 MIN_IMPORTANCE = 1e-6
 _NAMED = 3
-# What a quantization uses of a calibration: None weighs errors only; else they are compensated too, but in matrices of these kinds, which
-# keep so many bits that little is left to gain.
+# What a quantization uses of a calibration. None: it weighs errors by importance. A set: it compensates them too, except in matrices of
+# these kinds, which keep so many bits that little is left to gain.
 Uncompensated = frozenset[str] | None
 
 
@@ -269,8 +269,10 @@ class Importance:
         return self.values.get(gguf_name(name) or "")
 
     def factor(self, name: str, tensor: StoredTensor) -> Factor | None:
-        """The factored second moments of this tensor's inputs, by its checkpoint name; None if there are none, or its weights lie on a
-        grid already, which quantization has to keep."""
+        """The factored second moments of this tensor's inputs, by its checkpoint name.
+
+        None if there are none, or if its weights lie on a grid already: quantization has to keep that.
+        """
         short = gguf_name(name)
         if self.moments is None or short is None or not self.moments.has(short) or lies_on_grid(tensor):
             return None
