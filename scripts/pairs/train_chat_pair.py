@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ import click
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from edge_export.checkpoint.sources import reference_pair
+from refpair import tokenizer as gemma_tokenizer
+from refpair.checkpoint import load_drafter, load_target, load_tokenizer, log, save_model, write_measured
 from refpair.drafter import answer_loss, draft_states, target_rows
 from refpair.evaluate import measure_acceptance
 from refpair.questions import HELD_OUT_PERCENT, SHARES, UNKNOWN, Conversations, Questions, Turn, facts
 from refpair.target import rate_at, set_rates, take_step
-from train_reference_pair import log, save_model
 
 # With names in braces for what was measured.
 CARD = Path(__file__).parent / "refpair" / "chat_card.md"
@@ -41,7 +40,6 @@ SEED = 20261125
 LENGTH, BATCH = 128, 8
 DRAFT_STEPS, DRAFT_LENGTH = 4, 3
 ASKED = 60
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 END = "<turn|>"
 
 
@@ -57,21 +55,15 @@ class Place:
 def place(output: Path, role: str) -> Place:
     """What is trained further: the model of this role in `output`, or the shipped one."""
     shipped = dict(zip(("target", "drafter"), reference_pair(), strict=True))[role]
-    tokenizer = Tokenizer.from_file(str(shipped / "tokenizer.json"))
-    return Place(begin=output / role if (output / role).is_dir() else shipped, output=output / role, tokenizer=tokenizer)
-
-
-def load(kind: type[Any], folder: Path) -> Any:
-    """Returns a model in float32."""
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    begin = output / role if (output / role).is_dir() else shipped
+    return Place(begin=begin, output=output / role, tokenizer=load_tokenizer(shipped))
 
 
 def save(model: nn.Module, where: Place) -> None:
     """Writes the model with its tokenizer."""
     save_model(model, where.output)
-    for name in TOKENIZER_FILES:
-        if where.begin != where.output:
-            shutil.copy(where.begin / name, where.output / name)
+    if where.begin != where.output:
+        gemma_tokenizer.copy(where.begin, where.output)
     # As instruction-tuned checkpoints have it: the end of a turn ends an answer. Greedy, as a model this small errs when it samples.
     ends = [where.tokenizer.token_to_id(token) for token in ("<eos>", END)]
     config = {"bos_token_id": 2, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
@@ -99,7 +91,7 @@ def train(model: nn.Module, minutes: float, peak: float, loss_of: Callable[[], t
 def target_stage(output: Path, minutes: float) -> None:
     """Teaches the reference target the answers: cross-entropy of the answers' tokens alone."""
     where = place(output, "target")
-    model = load(Gemma4ForCausalLM, where.begin)
+    model = load_target(where.begin)
     cap = model.config.final_logit_softcapping
     data = Conversations(where.tokenizer, Questions(SEED), LENGTH, SEED)
 
@@ -117,7 +109,7 @@ def target_stage(output: Path, minutes: float) -> None:
 def drafter_stage(output: Path, minutes: float) -> None:
     """Teaches the reference drafter to foresee these answers, on the trained target's rows."""
     where = place(output, "drafter")
-    target, drafter = load(Gemma4ForCausalLM, output / "target").eval(), load(Gemma4AssistantForCausalLM, where.begin)
+    target, drafter = load_target(output / "target"), load_drafter(where.begin)
     target.requires_grad_(False)
     data = Conversations(where.tokenizer, Questions(SEED + 1), LENGTH, SEED + 1)
 
@@ -134,8 +126,8 @@ def drafter_stage(output: Path, minutes: float) -> None:
 def evaluate_stage(output: Path) -> None:
     """Asks questions that were held out of training; an answer is right if every token is. Measures drafts on the right ones."""
     where = place(output, "target")
-    target = load(Gemma4ForCausalLM, where.output).eval()
-    drafter = load(Gemma4AssistantForCausalLM, output / "drafter").eval() if (output / "drafter").is_dir() else None
+    target = load_target(where.output)
+    drafter = load_drafter(output / "drafter") if (output / "drafter").is_dir() else None
     measured: dict[str, Any] = {"facts": len(facts()), "asked": ASKED, "right": {}, "wrong": []}
     proposed = accepted = 0
     for kind in SHARES:
@@ -226,11 +218,6 @@ def write_trained(output: Path, role: str, training: tuple[int, float], minutes:
         "seed": SEED,
     }
     write_measured(output, role, measured)
-
-
-def write_measured(output: Path, name: str, measured: dict[str, Any]) -> None:
-    """Keeps the figures of a stage beside the models."""
-    (output / f"{name}.measured.json").write_text(json.dumps(measured, indent=2, ensure_ascii=False) + "\n")
 
 
 @click.command(context_settings={"show_default": True})

@@ -11,18 +11,17 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 import numpy as np
 import torch
-from tokenizers import Tokenizer
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+from transformers import Gemma4ForCausalLM
 
 from edge_export.tuning import written_after
 from refpair import corpus, evaluate
 from refpair import tokenizer as gemma_tokenizer
+from refpair.checkpoint import load_drafter, load_target, load_tokenizer, log, save_model, write_measured
 from refpair.drafter import DrafterRecipe, train_drafter
 from refpair.target import TargetRecipe, train_target, validation_loss
 
@@ -38,14 +37,9 @@ PROSE_SHARE = 0.35
 EVALUATION_PROMPTS = 24
 
 
-def log(record: dict[str, object]) -> None:
-    """Prints one JSON line to standard error."""
-    click.echo(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in record.items()}), err=True)
-
-
-def target_stage(output: Path, minutes: float, seed: int, text: Path | None) -> None:
+def target_stage(output: Path, minutes: float, seed: int) -> None:
     """Trains the tokenizer and the target, and measures the target as it is shipped."""
-    train, held = corpus.load_splits(text)
+    train, held = corpus.load_splits()
     tokenizer = gemma_tokenizer.build([d.text for d in train.code + train.prose], TargetRecipe.vocab_size)
     folder = output / "target"
     gemma_tokenizer.save(tokenizer, folder)
@@ -70,16 +64,7 @@ def target_stage(output: Path, minutes: float, seed: int, text: Path | None) -> 
         "torch": torch.__version__,
     }
     log(measured)
-    (output / "target.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
-
-
-def load_target(folder: Path) -> Gemma4ForCausalLM:
-    """Returns the target as it is shipped: bf16 weights, computed in float32."""
-    return Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def _encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    write_measured(output, "target", measured)
 
 
 def greedy_texts(target: Gemma4ForCausalLM, prompts: np.ndarray) -> np.ndarray:
@@ -88,16 +73,15 @@ def greedy_texts(target: Gemma4ForCausalLM, prompts: np.ndarray) -> np.ndarray:
         return written_after(target, prompts.astype(np.int64), length=TEXT_LENGTH, temperature=0.0, banned=(), seed=0).astype(np.uint16)
 
 
-def write_stage(output: Path, minutes: float, seed: int, text: Path | None) -> None:
+def write_stage(output: Path, minutes: float, seed: int) -> None:
     """Generates the drafter's training text with the target: greedy continuations of training prompts, for `minutes`."""
-    target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
-    train, _ = corpus.load_splits(text)
-    encode = _encoder(tokenizer)
+    target, tokenizer = load_target(output / "target"), load_tokenizer(output / "target")
+    train, _ = corpus.load_splits()
     texts, started, batch = [], time.monotonic(), 0
     while time.monotonic() - started < 60 * minutes:
         documents = train.prose if batch % 20 < 20 * PROSE_SHARE else train.code
         length = PROMPT_LENGTH if batch % 2 else PROMPT_LENGTH // 2
-        prompts = evaluate.prompts_from(documents, encode, length, WRITERS, seed + batch)
+        prompts = evaluate.prompts_from(documents, tokenizer, length, WRITERS, seed + batch)
         texts.append(greedy_texts(target, prompts))
         batch += 1
         log({"batch": batch, "minutes": (time.monotonic() - started) / 60, "tokens": batch * WRITERS * TEXT_LENGTH})
@@ -114,22 +98,20 @@ def drafter_stage(output: Path, minutes: float, write_minutes: float, seed: int)
     recipe = DrafterRecipe(minutes=minutes, seed=seed)
     drafter, measured = train_drafter(target, texts, recipe, log, lambda d: save_model(d, output / "unfinished-drafter"))
     save_model(drafter, output / "drafter")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (output / "drafter" / name).write_bytes((output / "target" / name).read_bytes())
+    gemma_tokenizer.copy(output / "target", output / "drafter")
     measured |= {"texts": len(texts), "write_minutes": write_minutes, "parameters": sum(p.numel() for p in drafter.parameters())}
     log(measured)
-    (output / "drafter.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+    write_measured(output, "drafter", measured)
 
 
-def evaluate_stage(output: Path, seed: int, text: Path | None) -> None:
+def evaluate_stage(output: Path, seed: int) -> None:
     """Measures acceptance of the reference assistant at draft lengths 1 to 6 on greedy text after held-out prompts."""
-    target, tokenizer = load_target(output / "target"), Tokenizer.from_file(str(output / "target" / "tokenizer.json"))
-    drafter = Gemma4AssistantForCausalLM.from_pretrained(output / "drafter", dtype=torch.float32, attn_implementation="eager").eval()
-    _, held = corpus.load_splits(text)
-    encode = _encoder(tokenizer)
+    target, tokenizer = load_target(output / "target"), load_tokenizer(output / "target")
+    drafter = load_drafter(output / "drafter")
+    _, held = corpus.load_splits()
     measured: dict[str, object] = {}
     for kind, documents in {"code": held.code, "prose": held.prose}.items():
-        prompts = evaluate.prompts_from(documents, encode, PROMPT_LENGTH, EVALUATION_PROMPTS, seed)
+        prompts = evaluate.prompts_from(documents, tokenizer, PROMPT_LENGTH, EVALUATION_PROMPTS, seed)
         texts = greedy_texts(target, prompts)
         measured[kind] = {
             f"draft_length_{k}": evaluate.measure_acceptance(target, drafter, texts, PROMPT_LENGTH, k).to_json() for k in (1, 2, 3, 4, 6)
@@ -138,7 +120,7 @@ def evaluate_stage(output: Path, seed: int, text: Path | None) -> None:
             json.dumps([tokenizer.decode(p[1:].tolist()) for p in prompts], indent=1, ensure_ascii=False) + "\n"
         )
     log(measured)
-    (output / "acceptance.measured.json").write_text(json.dumps(measured, indent=2) + "\n")
+    write_measured(output, "acceptance", measured)
     write_card(output)
 
 
@@ -156,16 +138,6 @@ def write_card(folder: Path) -> None:
     (folder / "README.md").write_text(CARD.read_text().format(**measured, **setting, rows="\n".join(rows)))
 
 
-def save_model(model: torch.nn.Module, folder: Path) -> None:
-    """Writes bf16 safetensors as a Gemma 4 checkpoint has them; the float32 weights in memory stay as they are."""
-    # The head is tied to the embedding: one copy is stored, as in the published checkpoints.
-    kept = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    state = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in kept.items()}
-    model.save_pretrained(folder, state_dict=state)
-    config = folder / "config.json"  # save_pretrained names the dtype of the weights in memory, not of the file
-    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for target/, drafter/ and what was measured.")
 @click.option("--minutes", default=90.0, help="Wall time for the target.")
@@ -174,31 +146,21 @@ def save_model(model: torch.nn.Module, folder: Path) -> None:
 @click.option("--stage", "stages", multiple=True, type=click.Choice(STAGES), default=STAGES, help="Run only these, in order.")
 @click.option("--threads", default=0, help="Threads for torch; 0 leaves torch's choice.")
 @click.option("--seed", default=20261121)
-@click.option(
-    "--text", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Train on the C++ and Markdown files below this folder."
-)
 def main(
-    output: Path,
-    minutes: float,
-    drafter_minutes: float,
-    write_minutes: float,
-    stages: tuple[str, ...],
-    threads: int,
-    seed: int,
-    text: Path | None,
+    output: Path, minutes: float, drafter_minutes: float, write_minutes: float, stages: tuple[str, ...], threads: int, seed: int
 ) -> None:
-    """Train the reference pair from the standard library of the running Python, or a pair like it from another text."""
+    """Train the reference pair from the standard library of the running Python."""
     if threads:
         torch.set_num_threads(threads)
     output.mkdir(parents=True, exist_ok=True)
     if "target" in stages:
-        target_stage(output, minutes, seed, text)
+        target_stage(output, minutes, seed)
     if "write" in stages:
-        write_stage(output, write_minutes, seed, text)
+        write_stage(output, write_minutes, seed)
     if "drafter" in stages:
         drafter_stage(output, drafter_minutes, write_minutes, seed)
     if "evaluate" in stages:
-        evaluate_stage(output, seed, text)
+        evaluate_stage(output, seed)
 
 
 if __name__ == "__main__":

@@ -19,27 +19,27 @@ import click
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
+from refpair import tokenizer
+from refpair.checkpoint import load_drafter, load_target, load_tokenizer
 from refpair.drafter import draft_states, target_rows
-from refpair.grow import write_grown_tokenizer
 
 # Softcapping bounds target logits to 30; rows this long put the unused ones near -30 even where the fit is poor.
 SCALE = 60.0
-SAMPLE_TOKENS = 256
+# Texts whose hidden rows the unused tokens point away from, and tokens of each.
+SAMPLES, SAMPLE_TOKENS = 24, 256
 TIGHTEST_FIT = 0.2
 FITS = 12
 
 
-def sample_tokens(folder: Path, samples: int) -> torch.Tensor:
-    """Token ids [2 samples, SAMPLE_TOKENS]: this Python's own sources and random tokens, to see hidden rows of text and of nonsense."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+def sample_tokens(folder: Path) -> torch.Tensor:
+    """Token ids [2 SAMPLES, SAMPLE_TOKENS]: this Python's own sources and random tokens, to see hidden rows of text and of nonsense."""
+    pieces = load_tokenizer(folder)
     source = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (json, shutil, np, click) if module.__file__)
-    ids = tokenizer.encode(source, add_special_tokens=False).ids
-    step = (len(ids) - SAMPLE_TOKENS) // samples
-    text = [[2, *ids[i * step : i * step + SAMPLE_TOKENS - 1]] for i in range(samples)]
-    noise = torch.randint(tokenizer.get_vocab_size(), (samples, SAMPLE_TOKENS), generator=torch.Generator().manual_seed(0))
+    ids = pieces.encode(source, add_special_tokens=False).ids
+    step = (len(ids) - SAMPLE_TOKENS) // SAMPLES
+    text = [[2, *ids[i * step : i * step + SAMPLE_TOKENS - 1]] for i in range(SAMPLES)]
+    noise = torch.randint(pieces.get_vocab_size(), (SAMPLES, SAMPLE_TOKENS), generator=torch.Generator().manual_seed(0))
     return torch.cat([torch.tensor(text), noise])
 
 
@@ -59,12 +59,10 @@ def away_from(rows: torch.Tensor) -> torch.Tensor:
     return direction.float()
 
 
-def directions(pair: Path, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def directions(pair: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns g for the target's hidden rows and for the drafter's."""
-    load: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    target = Gemma4ForCausalLM.from_pretrained(pair / "target", **load).eval()
-    drafter = Gemma4AssistantForCausalLM.from_pretrained(pair / "drafter", **load).eval()
-    tokens = sample_tokens(pair / "target", samples)
+    target, drafter = load_target(pair / "target"), load_drafter(pair / "drafter")
+    tokens = sample_tokens(pair / "target")
     with torch.no_grad():
         rows = target_rows(target, tokens)
         states = [state[:, 1:-4].flatten(0, 1) for state in draft_states(drafter, target, tokens, rows, 4)]
@@ -120,7 +118,7 @@ def write_folder(source: Path, output: Path, state: dict[str, torch.Tensor], con
     output.mkdir(parents=True)
     save_file({k: v.contiguous() for k, v in state.items()}, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_grown_tokenizer(source, output, vocabulary)
+    tokenizer.copy(source, output, size=vocabulary)
 
 
 @click.command(context_settings={"show_default": True})
@@ -128,8 +126,7 @@ def write_folder(source: Path, output: Path, state: dict[str, torch.Tensor], con
 @click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="New folder for target/ and drafter/.")
 @click.option("--intermediate", default=49152, help="The target's new intermediate size, a multiple of the old one.")
 @click.option("--vocabulary", default=65536, help="The new vocabulary size, a multiple of the old one.")
-@click.option("--samples", default=24, help="Texts of 256 tokens whose hidden rows the unused tokens point away from.")
-def main(pair: Path, output: Path, intermediate: int, vocabulary: int, samples: int) -> None:
+def main(pair: Path, output: Path, intermediate: int, vocabulary: int) -> None:
     """Widen PAIR (a folder with target/ and drafter/)."""
     config = json.loads((pair / "target" / "config.json").read_text())
     factor, rest = divmod(intermediate, config["intermediate_size"])
@@ -138,7 +135,7 @@ def main(pair: Path, output: Path, intermediate: int, vocabulary: int, samples: 
         raise click.ClickException(f"--intermediate {intermediate} and --vocabulary {vocabulary} must be multiples of {old}")
     if output.exists():
         raise click.ClickException(f"{output} exists; choose a new folder")
-    target_direction, drafter_direction = directions(pair, samples)
+    target_direction, drafter_direction = directions(pair)
     widen_target(pair / "target", output / "target", factor, vocabulary, target_direction)
     widen_drafter(pair / "drafter", output / "drafter", vocabulary, drafter_direction)
     click.echo(f"{output}: intermediate {intermediate}, vocabulary {vocabulary}")

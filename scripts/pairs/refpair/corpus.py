@@ -1,4 +1,4 @@
-"""Training text that every Python machine has: the standard library's own sources; or a folder of other sources.
+"""Training text that every Python machine has: the standard library's own sources.
 
 Splits by file, never inside one: a held-out file shares no line of its own with training. Prose (docstrings and the
 language reference that `pydoc_data.topics` carries) is drawn from the same files, so a held-out docstring is held out too.
@@ -48,12 +48,8 @@ def _is_language(text: str) -> bool:
 
 def standard_library() -> Iterator[Document]:
     """Yields the sources of the running Python's standard library, tests included, in sorted order."""
-    return sources(Path(sysconfig.get_paths()["stdlib"]), ("*.py",))
-
-
-def sources(root: Path, patterns: tuple[str, ...]) -> Iterator[Document]:
-    """Yields the texts below a folder whose names match, in sorted order."""
-    for path in sorted(path for pattern in patterns for path in root.rglob(pattern)):
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_PARTS & set(relative.parts) or not MIN_FILE_BYTES <= path.stat().st_size <= MAX_FILE_BYTES:
             continue
@@ -115,10 +111,10 @@ class Split:
         return np.concatenate([np.array([bos, *e.ids, eos], dtype=np.uint16) for e in encoded])
 
 
-def load_splits(folder: Path | None = None) -> tuple[Split, Split]:
-    """Returns (train, held out), of C++ sources and their Markdown below a folder, or of the standard library."""
-    code = list(standard_library() if folder is None else sources(folder, ("*.cpp", "*.h")))
-    prose = list(prose_documents(code) if folder is None else sources(folder, ("*.md",)))
+def load_splits() -> tuple[Split, Split]:
+    """Returns (train, held out)."""
+    code = list(standard_library())
+    prose = list(prose_documents(code))
     train = Split(code=[d for d in code if not d.held_out], prose=[d for d in prose if not d.held_out])
     held = Split(code=[d for d in code if d.held_out], prose=[d for d in prose if d.held_out])
     return train, held

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
 
 from edge_export.tuning import greedy_choice
@@ -36,14 +36,14 @@ class Acceptance:
         }
 
 
-def prompts_from(documents: list[Document], encode: Callable[[str], list[int]], length: int, count: int, seed: int) -> np.ndarray:
+def prompts_from(documents: list[Document], tokenizer: Tokenizer, length: int, count: int, seed: int) -> np.ndarray:
     """Draws `count` prompts of `length` tokens that begin at a line of a document. Returns uint16 [count, length]."""
     generator = np.random.default_rng(seed)
     prompts: list[list[int]] = []
     while len(prompts) < count:
         lines = documents[generator.integers(len(documents))].text.splitlines(keepends=True)
         start = int(generator.integers(max(1, len(lines) - 8)))
-        ids = encode("".join(lines[start : start + 60]))
+        ids = tokenizer.encode("".join(lines[start : start + 60]), add_special_tokens=False).ids
         if len(ids) >= length - 1:
             prompts.append([2, *ids[: length - 1]])
     return np.array(prompts, dtype=np.uint16)

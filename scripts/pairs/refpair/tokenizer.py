@@ -7,7 +7,8 @@ over the whole text, as Gemma's does: llama.cpp's `gemma4` vocabulary does the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -79,13 +80,19 @@ def build(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     vocab, merges = learn_merges(texts, vocab_size)
     if len(vocab) != vocab_size:
         raise ValueError(f"the corpus gave {len(vocab)} pieces, fewer than the {vocab_size} asked for: add text or ask for fewer")
+    tokenizer = assembled(vocab, merges)
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def assembled(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:
+    """Returns a tokenizer of these pieces that splits and joins as Gemma's does, without marks."""
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIAL_TOKENS])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", tokenizer.token_to_id("<bos>"))]
+        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", vocab["<bos>"])]
     )
     return tokenizer
 
@@ -108,3 +115,14 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE + "\n")
+
+
+def copy(source: Path, folder: Path, *, size: int = 0) -> None:
+    """Copies the tokenizer's files of a checkpoint folder, filled up with unused pieces to `size` of them, as Gemma's has them."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(source / name, folder / name)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    pieces = tokenizer["model"]["vocab"]
+    if size > len(pieces):
+        pieces |= {f"<unused{i}>": i for i in range(len(pieces), size)}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
