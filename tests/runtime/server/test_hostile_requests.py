@@ -1,4 +1,4 @@
-"""Bodies that would stop the server or take its memory: predictions, ids to decode, lists without end, numbers beyond the range."""
+"""Requests that would stop the server or take its memory: predictions, lists without end, numbers beyond the range, costly constraints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chat_server import CHAT, Held, scripted_server, send
+from chat_server import CHAT, Held, Scripted, scripted_server, send
 from edge_runtime.server import app, streaming
 from edge_runtime.server.apis.response_format import Written, encoded
 from edge_runtime.server.apis.responses_api import MAX_REPEATED, ResponsesFormat
@@ -20,6 +20,8 @@ from edge_runtime.server.http import body as http_body
 from edge_runtime.server.http.body import MEDIA_BODY, SMALL_BODY, TEXT_BODY, parse_json
 from edge_runtime.server.json_text import MAX_VALUES, PIECE, count_values
 from edge_runtime.server.requests.completions import MAX_PREDICTED, read_chat, read_completion
+from edge_runtime.session.session import Session
+from edge_runtime.text.constraints import MAX_SCHEMA_BYTES
 from polling import wait
 
 HI = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -323,3 +325,46 @@ def test_log_probabilities_of_a_completion_have_their_offsets() -> None:
 def test_written_json_is_taken_over_in_its_place() -> None:
     value = {"a": Written("[1, 2]"), "b": ['"', "\x00", "é\ud800"], "c": {"d": Written('"é"'), "e": [Written("{}")] * 2}}
     assert json.loads(encoded(value)) == {"a": [1, 2], "b": ['"', "\x00", "é?"], "c": {"d": "é", "e": [{}, {}]}}
+
+
+WAIT_S = 60.0
+
+
+def ask(server: Scripted, schema: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    fields: dict[str, Any] = HI | {"max_tokens": 8}
+    if schema is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    status, _, body = send(server, "POST", CHAT, fields)
+    return status, body
+
+
+def test_others_are_served_while_a_constraint_is_compiled(monkeypatch):
+    """The compilation ends only when the others were served."""
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    served = threading.Event()
+    compile_constraint = Session.compile_constraint
+
+    def slow(self: Session, constraint: Any) -> Any:
+        assert constraint is None or served.wait(WAIT_S)
+        return compile_constraint(self, constraint)
+
+    monkeypatch.setattr(Session, "compile_constraint", slow)
+    answers: list[tuple[int, dict[str, Any]]] = []
+    with scripted_server("hello there") as server:
+        hostile = threading.Thread(target=lambda: answers.append(ask(server, {"type": "string", "maxLength": 10**9})))
+        hostile.start()
+        assert [ask(server)[0] for _ in range(3)] == [200, 200, 200]
+        served.set()
+        hostile.join()
+    assert answers[0][0] == 200
+
+
+def test_a_schema_may_be_a_megabyte_and_no_more() -> None:
+    pytest.importorskip("llguidance", reason="needs edge-mtp[grammar]")
+    schema: dict[str, Any] = {"const": 1, "description": ""}
+    rest = MAX_SCHEMA_BYTES - len(json.dumps(schema))
+    with scripted_server("hello there") as server:
+        assert ask(server, schema | {"description": "a" * rest})[0] == 200
+        status, body = ask(server, schema | {"description": "a" * (rest + 1)})
+    message = f"the JSON schema has {MAX_SCHEMA_BYTES + 1} bytes; at most {MAX_SCHEMA_BYTES} are allowed"
+    assert (status, body["error"]["message"]) == (400, message)
