@@ -21,7 +21,7 @@ _GRAPHS = OnnxGraphs(
 _VOCABULARY = 300
 _STATE_ROWS = 12
 TEXTS = ("def area(r):\n", "<|turn>user\n<eos>\u00e9\U0001f600 \x00", " " * 50)
-# Sizes of the head file in the corpus (tests/runtime/backends/llama/test_head_file.py).
+# Sizes of the head file in the corpus (tests/runtime/backends/llama/test_drafter_files.py).
 _HEAD = {"hidden_size": 32, "vocabulary": 30}
 
 

@@ -1,4 +1,4 @@
-"""Norms and capped products on the row kernels: their numbers, and that a row's bits depend on nothing else in its batch."""
+"""Attention, norms and capped products by the project's operators: right numbers, and a row's bits the same in any batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+onnx = pytest.importorskip("onnx", reason="needs edge-mtp[export]")
+pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 pytest.importorskip("onnx", reason="needs edge-mtp[export]")
 ort = pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
@@ -17,12 +19,133 @@ from onnx import TensorProto
 from edge_runtime.backends.kernels import loader
 from kernel_graphs import graph_of, kernel_node, session_of
 
-WIDTH, HEADS, HEAD, EPSILON = 72, 3, 24, 1e-3
-FACTS = {"K": 64, "N": WIDTH, "bits": 4, "block_size": 32}
+Arrays = dict[str, NDArray[Any]]
 pytestmark = pytest.mark.skipif(not loader.usable_variants(), reason="the row kernels were not built: pip install -e . builds them")
+HEADS, KV_HEADS, DIM, CAPACITY = 4, 2, 48, 320
+INPUTS: dict[str, tuple[int, list[int | str]]] = {
+    "q": (TensorProto.FLOAT, [1, "t", HEADS * DIM]),
+    "k": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
+    "v": (TensorProto.FLOAT, [1, "w", KV_HEADS * DIM]),
+    "keys": (TensorProto.FLOAT, [1, KV_HEADS, "n", DIM]),
+    "values": (TensorProto.FLOAT, [1, KV_HEADS, "n", DIM]),
+    "last": (TensorProto.INT32, [1]),
+    "rows": (TensorProto.INT32, []),
+    "cosine": (TensorProto.FLOAT, ["c", DIM // 2]),
+    "sine": (TensorProto.FLOAT, ["c", DIM // 2]),
+    "positions": (TensorProto.INT64, [1, "t"]),
+}
 
 
-def drawn() -> dict[str, NDArray[Any]]:
+def model(window: int, *, writes: bool, stock: bool = False) -> bytes:
+    """A graph of one attention on buffers, by a kernel or by onnxruntime's own operator."""
+    outputs = ["y", "new_keys", "new_values"] if writes else ["y"]
+    facts: dict[str, float] = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "local_window_size": window}
+    attention = kernel_node("AttendBuffers" if writes else "ReadBuffers", list(INPUTS), outputs, **facts)
+    if stock:
+        facts |= {"scale": 1.0, "do_rotary": 1}
+        attention = onnx.helper.make_node("GroupQueryAttention", list(INPUTS), outputs, domain="com.microsoft", **facts)
+    return graph_of([attention], INPUTS, outputs)
+
+
+def drawn(past: int, tokens: int, *, writes: bool = True, capacity: int = CAPACITY, most: int = 60) -> Arrays:
+    """Inputs of `tokens` rows behind `past` ones; a fewer number of tokens gets the rows of the first of `most`."""
+    random = np.random.default_rng(past)
+    angles = np.outer(np.arange(capacity + 80), 1 / 10 ** np.linspace(0, 3, DIM // 2))
+    held = random.standard_normal((2, 1, KV_HEADS, capacity, DIM)).astype(np.float32)
+    rows = random.standard_normal((3, 1, most, HEADS * DIM)).astype(np.float32)
+    return {
+        "q": rows[0, :, :tokens],
+        "k": rows[1, :, : tokens * writes, : KV_HEADS * DIM],
+        "v": rows[2, :, : tokens * writes, : KV_HEADS * DIM],
+        "keys": held[0],
+        "values": held[1],
+        "last": np.array([past + tokens - 1], np.int32),
+        "rows": np.array(past + tokens, np.int32),
+        "cosine": np.cos(angles).astype(np.float32),
+        "sine": np.sin(angles).astype(np.float32),
+        "positions": np.arange(past, past + tokens)[None],
+    }
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("window", [-1, 20, 150])
+def test_attention_on_buffers_is_that_of_the_stock_operator(window: int, writes: bool) -> None:
+    stock, ours = (session_of(model(window, writes=writes, stock=stock)) for stock in (True, False))
+    for past, tokens in [(0, 1), (0, 40), (7, 5), (127, 3), (200, 8), (250, 60), (300, 13)]:
+        inputs = drawn(past, tokens, writes=writes)
+        expected, actual = (item.run(None, inputs) for item in (stock, ours))
+        for item, other in zip(expected, actual, strict=True):
+            rows = slice(None) if item.ndim == 3 else slice(past + tokens)
+            np.testing.assert_allclose(other[..., rows, :], item[..., rows, :], atol=2e-5)
+
+
+def test_a_rows_attention_has_the_same_bits_in_every_batch_and_on_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    actual = []
+    for variant in loader.usable_variants():
+        monkeypatch.setenv(loader.VARIABLE, variant)
+        ours = session_of(model(150, writes=True))
+        actual.append({(past, n): ours.run(["y"], drawn(past, n))[0][0] for past in (0, 100, 123, 250) for n in (1, 2, 5, 8, 13, 60)})
+    for few in actual:
+        for (past, tokens), rows in few.items():
+            assert np.array_equal(rows, actual[0][past, 60][:tokens]), (past, tokens)
+
+
+def test_rows_behind_a_long_context_have_the_bits_of_a_prompts() -> None:
+    """There, spans are attended to in turns for few rows, and each group of queries by one thread for many."""
+    past, most = 16_000, 600
+    stock, ours = (session_of(model(-1, writes=True, stock=stock)) for stock in (True, False))
+    rows = {n: ours.run(["y"], drawn(past, n, capacity=past + most, most=most))[0][0] for n in (1, 8, 60, most)}
+    for tokens, few in rows.items():
+        assert np.array_equal(few, rows[most][:tokens]), tokens
+    expected = stock.run(["y"], drawn(past, 8, capacity=past + most, most=most))[0][0]
+    np.testing.assert_allclose(rows[8], expected, atol=2e-5)
+
+
+def test_a_reader_takes_no_queries_at_all() -> None:
+    """A piece of a prompt that another piece follows has none behind the last layer with K/V rows."""
+    ours = session_of(model(20, writes=False))
+    for past in (0, 100):
+        assert ours.run(["y"], drawn(past, 0, writes=False))[0].shape == (1, 0, HEADS * DIM)
+    with pytest.raises(Exception, match="queries must be"):
+        session_of(model(20, writes=True)).run(["y"], drawn(100, 0))
+
+
+@pytest.mark.parametrize("name", ["q", "keys", "values"])
+def test_what_is_no_number_reaches_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = drawn(200, 3)
+    inputs[name] = inputs[name].copy()
+    inputs[name][..., 100 if name != "q" else 1, 7] = np.nan
+    for variant in loader.usable_variants():
+        monkeypatch.setenv(loader.VARIABLE, variant)
+        result = session_of(model(-1, writes=True)).run(["y"], inputs)[0][0]
+        assert np.isnan(result[1]).any(), variant
+        assert name != "q" or not np.isnan(result[[0, 2]]).any(), variant
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows", np.array(CAPACITY + 1, np.int32)),
+        ("rows", np.array(2, np.int32)),
+        ("positions", np.arange(3, 8)[None]),
+        ("positions", np.array([[100, 101, 103, 104, 105]])),
+        ("positions", np.array([[398, 399, 400, 401, 402]])),
+        ("positions", np.arange((1 << 63) - 5, 1 << 63, dtype=np.uint64).astype(np.int64)[None]),
+        ("positions", np.array([[-5, -4, -3, -2, -1]])),
+        ("k", np.zeros((1, 4, KV_HEADS * DIM), np.float32)),
+    ],
+)
+def test_rows_and_positions_outside_the_buffers_are_refused(name: str, value: NDArray[Any]) -> None:
+    ours = session_of(model(20, writes=True))
+    with pytest.raises(Exception, match="attention: "):
+        ours.run(None, drawn(7, 5) | {name: value})
+
+
+WIDTH, GROUPS, HEAD, EPSILON = 72, 3, 24, 1e-3
+FACTS = {"K": 64, "N": WIDTH, "bits": 4, "block_size": 32}
+
+
+def constants() -> dict[str, NDArray[Any]]:
     """The constants of the graphs."""
     random = np.random.default_rng(1)
     return {
@@ -44,7 +167,7 @@ def residual(*inputs: str, outputs: Sequence[str] = ("total", "normed")) -> Any:
 def graph_with(*nodes: Any) -> bytes:
     """A graph that gives all that its nodes give."""
     outputs = [name for node in nodes for name in node.output if name]
-    return graph_of(nodes, {"rows": (TensorProto.FLOAT, [1, "n", 64]), "x": (TensorProto.FLOAT, [1, "n", WIDTH])}, outputs, drawn())
+    return graph_of(nodes, {"rows": (TensorProto.FLOAT, [1, "n", 64]), "x": (TensorProto.FLOAT, [1, "n", WIDTH])}, outputs, constants())
 
 
 LAYER = graph_with(PRODUCT, HEAD_NORM, residual("x", "y", "w", "factor", "v"))
@@ -59,7 +182,7 @@ def test_norms_have_their_numbers_and_a_rows_bits_in_every_batch_and_on_every_va
     random = np.random.default_rng(2)
     rows, x = (random.standard_normal((1, 300, size)).astype(np.float32) for size in (64, WIDTH))
     x[0, 3, 5] = np.nan  # stays in its row
-    weights, first = drawn(), None
+    weights, first = constants(), None
 
     def norm(value: NDArray[np.float64], weight: str) -> NDArray[np.float64]:
         scaled: NDArray[np.float64] = value / np.sqrt((value**2).mean(axis=-1, keepdims=True) + np.float32(EPSILON)) * weights[weight]
@@ -69,7 +192,7 @@ def test_norms_have_their_numbers_and_a_rows_bits_in_every_batch_and_on_every_va
         monkeypatch.setenv(loader.VARIABLE, variant)
         all_rows = results(LAYER, rows, x)
         y, heads, total, normed = all_rows
-        parts = y.astype(np.float64).reshape(1, 300, HEADS, HEAD)
+        parts = y.astype(np.float64).reshape(1, 300, GROUPS, HEAD)
         expected = (x + norm(y.astype(np.float64), "w")) * 0.75
         np.testing.assert_allclose(heads, norm(parts, "h").reshape(1, 300, WIDTH), rtol=2e-6, atol=2e-7)
         np.testing.assert_allclose(total, expected, rtol=2e-6, atol=2e-6)
