@@ -226,11 +226,8 @@ def test_a_body_in_very_many_small_chunks_is_refused(server):
     assert answered(server, CHUNKED + in_chunks(body[:600] + b'"}', 2)).startswith(b"HTTP/1.1 200")
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"small chunks; send few headers, and the body with a Content-Length" in answer
-
-
-def test_a_large_body_in_fair_chunks_is_read(server):
-    body = json.dumps({"content": "a" * 2000, "prompt": " " * 2_000_000}).encode()
-    assert answered(server, CHUNKED + in_chunks(body, 1500)).startswith(b"HTTP/1.1 200")
+    large = json.dumps({"content": "a" * 2000, "prompt": " " * 2_000_000}).encode()
+    assert answered(server, CHUNKED + in_chunks(large, 1500)).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("end", [b"\r\n", b"\n"])

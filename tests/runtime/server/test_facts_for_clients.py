@@ -103,9 +103,6 @@ def test_an_assistants_message_at_the_end_is_continued(server: Scripted, fields:
     assert answered(server, CHAT, messages=BEGUN, temperature=0, **fields)["choices"][0]["message"]["content"] == " a list."
     chunks = list(ask(client_of(server), messages=BEGUN, stream=True, extra_body=fields))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " a list."
-
-
-def test_a_begun_answer_is_continued_in_ollamas_api_too(server: Scripted) -> None:
     assert answered(server, "/api/chat", messages=BEGUN, stream=False)["message"]["content"] == " a list."
 
 
