@@ -121,27 +121,6 @@ def test_shapes_are_those_of_onnxruntime(tmp_path: Path, operator: str, arrays: 
     assert all(value.bytes >= array.nbytes for value, array in zip(computed, passed, strict=True))
 
 
-def test_values_count_from_the_node_that_makes_them_to_the_last_reader(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Add", ["x", "x"], ["a"]),
-        helper.make_node("MatMul", ["a", "one"], ["b"]),  # a 4000, b 400
-        helper.make_node("Add", ["b", "b"], ["c"]),  # b 400, c 400
-        helper.make_node("MatMul", ["c", "wide"], ["y"]),  # c 400, y 4000
-    ]
-    path = saved(tmp_path, nodes, {"x": (100, None)}, {"one": f32(10, 1), "wide": f32(1, 10)}, ["y"])
-    assert check_graph_memory(path, {"x": (100, 10)}) == 4400
-
-
-def test_what_constants_alone_make_is_kept(tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Add", ["k", "k"], ["a"]),
-        helper.make_node("Add", ["a", "k"], ["b"]),
-        helper.make_node("Add", ["x", "x"], ["y"]),
-    ]
-    path = saved(tmp_path, nodes, {"x": (1, None)}, {"k": f32(100)}, ["y"])
-    assert check_graph_memory(path, {"x": (1, 1000)}) == 400 + 400 + 4000
-
-
 def chain(operator: str, count: int, second: str | None = None, **attributes: Any) -> list[Any]:
     """y0 = x, and each next one is made of the one before."""
     return [helper.make_node(operator, [f"y{n}", second or f"y{n}"], [f"y{n + 1}"], **attributes) for n in range(count)]
@@ -160,6 +139,15 @@ def loop(*nodes: Any, outputs: Sequence[str]) -> Any:
         [helper.make_empty_tensor_value_info(name) for name in ("go", *outputs)],
     )
     return helper.make_node("Loop", ["draft_length", "", "y0"], ["end"], body=body)
+
+
+def branch(then: list[Any], otherwise: list[Any], *outputs: str) -> Any:
+    """An If of these nodes; `outputs` are those of the branches."""
+    graphs = [
+        helper.make_graph(nodes, name, [], [helper.make_empty_tensor_value_info(output)])
+        for nodes, name, output in zip((then, otherwise), "te", outputs, strict=True)
+    ]
+    return helper.make_node("If", ["yes"], ["z"], then_branch=graphs[0], else_branch=graphs[1])
 
 
 BOMBS: dict[str, tuple[list[Any], dict[str, np.ndarray]]] = {
@@ -183,20 +171,7 @@ BOMBS: dict[str, tuple[list[Any], dict[str, np.ndarray]]] = {
         [*chain("Concat", 25, axis=0), helper.make_node("NonZero", ["y25"], ["p"]), helper.make_node("Gather", ["table", "p"], ["y"])],
         {"table": large(4, 1000)},
     ),
-    "a branch": (
-        [
-            helper.make_node(
-                "If",
-                ["yes"],
-                ["y"],
-                then_branch=helper.make_graph(chain("Concat", 40, axis=0), "t", [], [helper.make_empty_tensor_value_info("y40")]),
-                else_branch=helper.make_graph(
-                    [helper.make_node("Identity", ["y0"], ["z"])], "e", [], [helper.make_empty_tensor_value_info("z")]
-                ),
-            )
-        ],
-        {"yes": np.array(True)},
-    ),
+    "a branch": ([branch(chain("Concat", 40, axis=0), [helper.make_node("Identity", ["y0"], ["z"])], "y40", "z")], {"yes": np.array(True)}),
     "what a loop collects": ([loop(*[helper.make_node("Add", ["v0", "k"], ["v1"])], outputs=["v0", "v1"])], {"k": large(80_000, 10_000)}),
     "weights in floats": (
         [helper.make_node("Cast", ["k"], [f"y{n}"], to=1) for n in range(3000)],
@@ -238,6 +213,7 @@ def test_graphs_that_ask_for_more_memory_than_there_is_are_refused(name: str, tm
         ([helper.make_node("Expand", ["y0", "y0"], ["y"])], {}, "not known beforehand"),
         ([helper.make_node("MatMul", ["y0", "k"], ["y"])], {"k": f32(1)}, "MatMul of"),
         ([helper.make_node("Split", ["y0", "k"], ["y"], axis=1)], {"k": i64(-5)}, "that none can have"),
+        ([branch([helper.make_node("Identity", ["y0"], ["s"])], [], "s", "none")], {"yes": np.array(True)}, "'none' is given by no node"),
     ],
 )
 def test_graphs_without_a_shape_are_refused(nodes: list[Any], constants: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
@@ -252,13 +228,47 @@ def test_an_input_that_the_runtime_does_not_give_is_refused(tmp_path: Path) -> N
         check_graph_memory(path, {})
 
 
-def branch(then: list[Any], otherwise: list[Any], *outputs: str) -> Any:
-    """An If whose branches give y0 through these nodes; `outputs` are those of the branches."""
-    graphs = [
-        helper.make_graph(nodes, name, [], [helper.make_empty_tensor_value_info(output)])
-        for nodes, name, output in zip((then, otherwise), "te", outputs, strict=True)
-    ]
-    return helper.make_node("If", ["yes"], ["z"], then_branch=graphs[0], else_branch=graphs[1])
+NEEDS: dict[str, tuple[list[Any], dict[str, tuple[Any, ...]], dict[str, np.ndarray], dict[str, tuple[int, ...]], int]] = {
+    "values count from the node that makes them to the last reader": (
+        [
+            helper.make_node("Add", ["x", "x"], ["a"]),
+            helper.make_node("MatMul", ["a", "one"], ["b"]),  # a 4000, b 400
+            helper.make_node("Add", ["b", "b"], ["c"]),  # b 400, c 400
+            helper.make_node("MatMul", ["c", "wide"], ["y"]),  # c 400, y 4000
+        ],
+        {"x": (100, None)},
+        {"one": f32(10, 1), "wide": f32(1, 10)},
+        {"x": (100, 10)},
+        4400,
+    ),
+    "what constants alone make is kept": (
+        [helper.make_node("Add", [left, right], [made]) for left, right, made in ("kka", "akb", "xxy")],
+        {"x": (1, None)},
+        {"k": f32(100)},
+        {"x": (1, 1000)},
+        400 + 400 + 4000,
+    ),
+    "inputs of the runtime cost nothing, and others their size": (
+        [helper.make_node("Add", ["x", "own"], ["y"]), helper.make_node("Add", ["input_ids", "input_ids"], ["z"])],
+        {"x": (None,), "own": (50,), "input_ids": (None,)},
+        {},
+        {"x": (50,), "input_ids": (10,)},
+        200 + 200 + 80,  # own, y, and z in int64
+    ),
+    "inputs that are left out at the end are none": (
+        [helper.make_node("Slice", ["x", "from", "to", "", ""], ["y"])],
+        {"x": (None,)},
+        {"from": i64(0), "to": i64(5)},
+        {"x": (100,)},
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_graph_needs_what_its_values_take(name: str, tmp_path: Path) -> None:
+    nodes, inputs, constants, given, needed = NEEDS[name]
+    assert check_graph_memory(saved(tmp_path, nodes, inputs, constants, ["y"]), given) == needed
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -315,13 +325,6 @@ def test_each_value_that_a_loop_carries_keeps_its_size(tmp_path: Path, outputs: 
             check_graph_memory(path, {"x": (100,)})
 
 
-def test_inputs_of_the_runtime_cost_nothing_and_others_their_size(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Add", ["x", "own"], ["y"]), helper.make_node("Add", ["input_ids", "input_ids"], ["z"])]
-    path = saved(tmp_path, nodes, {"x": (None,), "own": (50,), "input_ids": (None,)}, {}, ["y", "z"])
-    # own 200, y 200, z in int64 80.
-    assert check_graph_memory(path, {"x": (50,), "input_ids": (10,)}) == 480
-
-
 def test_a_graph_that_takes_all_there_is_fits(tmp_path: Path, memory: Memory) -> None:
     path = saved(tmp_path, [helper.make_node("Add", ["x", "x"], ["y"])], {"x": (None,)}, {}, ["y"])
     memory(400)
@@ -339,19 +342,6 @@ def test_where_the_system_does_not_say_there_are_8_gib(tmp_path: Path, memory: M
     else:
         with pytest.raises(BackendError, match=r"8\.59 GB of memory are available"):
             check_graph_memory(path, {"x": (size,)})
-
-
-def test_inputs_that_are_left_out_at_the_end_are_none(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Slice", ["x", "from", "to", "", ""], ["y"])]
-    path = saved(tmp_path, nodes, {"x": (None,)}, {"from": i64(0), "to": i64(5)}, ["y"])
-    assert check_graph_memory(path, {"x": (100,)}) <= 400
-
-
-def test_an_output_of_a_branch_that_nothing_gives_is_refused(tmp_path: Path) -> None:
-    empty = branch([helper.make_node("Identity", ["x"], ["s"])], [], "s", "none")
-    path = saved(tmp_path, [empty], {"x": (None,)}, {"yes": np.array(True)}, [])
-    with pytest.raises(BundleError, match="the output 'none' is given by no node"):
-        check_graph_memory(path, {"x": (100,)})
 
 
 def called(folder: Path, name: str, *nodes: Any, calls: int = 1, inputs: Sequence[str] = ("x",), **attributes: Any) -> Path:
