@@ -124,15 +124,6 @@ def test_fast_hashes_a_file_once_and_full_always(tmp_path: Path, monkeypatch: py
     assert len(observed) == 9, "a copy is hashed itself"
 
 
-def test_a_file_that_just_changed_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_bundle(tmp_path / "bundle")
-    settle(monkeypatch, seconds=0)
-    observed = hashed(monkeypatch)
-    open_bundle(folder)
-    open_bundle(folder)
-    assert len(observed) == 6
-
-
 def test_times_that_were_set_back_do_not_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_bundle(tmp_path / "bundle", LARGE)
     settle(monkeypatch)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat_words import CONTROL, GEMMA_LIKE, ChatWords
+from chat_words import GEMMA_LIKE, ChatWords
 from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import BundleFile
 from edge_runtime.errors import BundleError, RequestError
@@ -51,12 +51,6 @@ def test_tools_calls_and_results():
         '<|tool_call>call:now{n:[1,None],utc:true,zone:<|"|>UTC<|"|>}<tool_call|>'
         '<|tool_response>response:now{value:<|"|>12:00<|"|>}<tool_response|>'
     )
-
-
-def test_the_control_tokens_are_tokens():
-    ids = ChatTemplate(GEMMA_LIKE, WORDS).encode(TALK[:1])
-    assert ids[:2] == [WORDS.bos, CONTROL.index("<|turn>")]
-    assert CONTROL.index("<turn|>") in ids
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ bos_token }}{{ messages[0].content }}"])
