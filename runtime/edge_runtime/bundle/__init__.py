@@ -1,1 +1,1 @@
-"""The file contract: manifest, integrity, signature, and checks of every file before native code opens it."""
+"""The file contract: the manifest, integrity, signature, and checks of every file before native code opens it."""

@@ -1,4 +1,4 @@
-"""The bundle: the file contract between the exporter, which writes it, and the runtime, which reads it; and what its export measured."""
+"""The bundle, which the exporter writes and the runtime reads: opening it, integrity checks, its signature, and its measured quality."""
 
 from __future__ import annotations
 
@@ -39,29 +39,27 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
-# Checks that files have the sha256 of the manifest: over all bytes, or by samples of files that passed the full check on this machine.
+# Integrity: checks that files have the SHA-256 of the manifest.
 #
-# The fast check trusts no file that was not hashed completely before. It compares the file's metadata (size, times of change, inode) and a
-# hash of samples with the cached ones, as git and rsync do. Bytes that change on disk between the samples are found by the full check
-# only.
-
-# fast: see above; full: every byte, every time; none: only that the files exist and have the right sizes.
+# The full check hashes every byte, every time. The fast check does so only once on each machine. Later it compares the file's metadata
+# (size, times of change, inode) and a hash of samples with the cached ones, as git and rsync do. It cannot find bytes that changed on the
+# disk between the samples; the full check can. With "none", files only have to exist and have the right sizes.
 CheckMode = Literal["fast", "full", "none"]
 CHECK_MODES: tuple[CheckMode, ...] = get_args(CheckMode)
 CHECKED_NAME = "checked.json"
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
-# A file that changed this recently could change again without a change of its time stamps.
+# A file that changed this recently could change again and keep the same time stamps.
 _SETTLED_NS = 2_000_000_000
 
 
 def read_part(path: Path, limit: int, kind: str) -> bytes:
-    """Returns the bytes of a file of a bundle. Raises BundleError for one that has more than any such `kind`, or cannot be read."""
+    """Returns the bytes of a file in a bundle. Raises BundleError if it has more than `limit` bytes or cannot be read; `kind` names it."""
     with errors_as(BundleError, f"{path} cannot be read as a {kind}", "copy the bundle again, or export it again"):
         return read_at_most(path, limit)
 
 
 def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:
-    """Whether the file has this sha256, by this kind of check. Raises OSError if it cannot be read."""
+    """Whether the file has this SHA-256, by this kind of check. Raises OSError if it cannot be read."""
     if mode == "none":
         return True
     memory = cache_folder() / CHECKED_NAME
@@ -78,7 +76,7 @@ def is_intact(path: Path, sha256: str, mode: CheckMode) -> bool:
 
 
 def samples_of(path: Path) -> str:
-    """Returns the hex sha256 of SAMPLES pieces spread evenly over the file, including its first and last bytes."""
+    """Returns the hex SHA-256 of SAMPLES pieces that are spread evenly over the file, including its first and last bytes."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         for number in range(SAMPLES):
@@ -98,10 +96,10 @@ def _identity(path: Path) -> dict[str, int]:
     }
 
 
-# The signature of a bundle: Ed25519 over its manifest, which holds the sha256 of every other file except config.yaml.
+# The signature of a bundle: Ed25519 over its manifest, which contains the SHA-256 of every other file except config.yaml.
 #
-# `cryptography` is used rather than sigstore's model-signing, because the manifest already hashes all files and no identity service is
-# needed. openssl reads and writes the same key and signature files. The only module of the runtime that imports cryptography.
+# We use `cryptography` rather than sigstore's model-signing, because the manifest already hashes all files, and no identity service is
+# needed. openssl reads and writes the same key and signature files. No other module of the runtime imports cryptography.
 
 SIGNATURE_SUFFIX = ".sig"
 SIGNATURE_NAME = "manifest.json" + SIGNATURE_SUFFIX
@@ -110,7 +108,7 @@ _MAX_SIGNATURE_FILE_BYTES = 4 << 10
 
 
 def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
-    """Raises BundleError unless the bundle is signed by the owner of the key in `public_key`, a PEM file, over exactly these bytes."""
+    """Raises BundleError unless the bundle's signature of exactly these bytes was made with the private key of `public_key`, a PEM file."""
     path = folder / SIGNATURE_NAME
     with errors_as(BackendError, "checking signatures needs cryptography, which is not installed", how_to_get("sign"), ImportError):
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -134,14 +132,14 @@ def check_signature(folder: Path, manifest: bytes, public_key: Path) -> None:
 
 
 def sign_file(path: Path, key: Ed25519PrivateKey) -> Path:
-    """Writes the signature of a file beside it; returns where."""
+    """Writes the signature of a file next to it; returns the signature's path."""
     target = path.with_name(path.name + SIGNATURE_SUFFIX)
     atomic_write(target, [base64.b64encode(key.sign(path.read_bytes())) + b"\n"])
     return target
 
 
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
-    """Returns the private key in a PEM file without a password. Raises BundleError if it is none."""
+    """Returns the private key in a PEM file without a password. Raises BundleError if there is no such key in it."""
     with errors_as(BackendError, "signing needs cryptography, which is not installed", how_to_get("sign"), ImportError):
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -164,19 +162,22 @@ def _read_key(path: Path, kind: str) -> bytes:
         return file.read(_MAX_KEY_BYTES)
 
 
-# Above this mean KL, in nats, another word than the model's own is often the likeliest. Of real matrices (docs/results.md) 8 bits have
-# 0.03, a calibrated mix of 4 to 8 bits 0.1.
+# Above this mean KL, in nats, the likeliest word is often not the model's own. With real matrices (docs/results.md), 8 bits have 0.03, a
+# calibrated mix of 4 to 8 bits 0.1.
 DEGRADED_KL = 0.3
-# Which bundles were mentioned.
+# The cache file that remembers about which bundles the user was told.
 MENTIONED_NAME = "mentioned.json"
-# A manifest may hold any number: NaN, infinity, integers that no float holds.
+# Figures must be below this. A manifest may contain any number: NaN, infinity, integers too large for a float.
 _BEYOND = 1e300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """A quantized model beside its reference over `rows`: mean KL(reference || quantized) in nats, both perplexities, and the share of
-    rows whose likeliest token is the reference's own or ties with it."""
+    """A quantized model compared with its reference over `rows` rows.
+
+    `mean_kl` is the mean of KL(reference || quantized) in nats. `greedy_agreement` is the share of rows whose likeliest token is the
+    reference's own, or ties with it.
+    """
 
     rows: int
     mean_kl: float
@@ -194,7 +195,7 @@ class Quality:
 
 
 def exported_quality(parity: object) -> Quality | None:
-    """The quality in one format's part of the manifest's `parity`; None if it was not measured or a figure is invalid."""
+    """Returns the quality in the manifest's `parity` for one format; None if it was not measured or a figure is invalid."""
     figures = parity.get("quality") if isinstance(parity, dict) else None
     if not isinstance(figures, dict):
         return None
@@ -204,7 +205,7 @@ def exported_quality(parity: object) -> Quality | None:
 
 
 def first_time(facts: Sequence[str]) -> bool:
-    """Whether a bundle of these facts is mentioned for the first time on this machine; always True without a cache."""
+    """Whether this is the first call with these facts on this machine; always True if there is no cache."""
     try:
         path = cache_folder() / MENTIONED_NAME
     except EdgeError:  # a user without a home folder
@@ -217,26 +218,24 @@ def first_time(facts: Sequence[str]) -> bool:
 
 
 def degradation(parity: object, name: str) -> str | None:
-    """A sentence about a bundle of this name that has lost much of its model's answers; None if it has not, or if that was not measured."""
+    """Returns a sentence that warns of a bundle with poor quality; None if its quality is good, or was not measured."""
     quality = exported_quality(parity)
     if quality is None or quality.mean_kl <= DEGRADED_KL:
         return None
     return f"{name} answers worse than its model: it {quality.words}; export it in a type of more bits, or calibrated."
 
 
-# The bundle: the file contract between the exporter, which writes it, and the runtime, which reads it.
-#
-# A bundle is a directory with `manifest.json` and the files it lists. This module checks files and opens no model.
+# Opening a bundle: a directory with `manifest.json` and the files that it lists. This module checks files and opens no model.
 # Layout and every field: docs/design/manifest.md.
 
-# Folders are searched no further than this, so that an error comes at once.
+# Advice is based on at most this many entries of a folder, so that an error comes at once.
 _MAX_ENTRIES = 2000
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@[\w./-]+)?(?::[^:]+\.gguf|:\w+)?")
 _CHECKPOINT_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def advice(folder: Path, manifest_name: str) -> str:
-    """Returns what to do about `folder`, which has no manifest, judged by the files in it and beside it."""
+    """Returns advice about `folder`, which has no manifest, based on the files in it and next to it."""
     export = f"edge-export pair {shlex.quote(str(folder))} DRAFTER --output my-bundle"
     if folder.is_file():
         kind = "a GGUF file" if folder.suffix.lower() == ".gguf" else "a file"
@@ -261,21 +260,21 @@ def advice(folder: Path, manifest_name: str) -> str:
 
 
 def hub_repository(name: str) -> str | None:
-    """Returns OWNER/NAME of a hub name; None if it is none."""
+    """Returns the OWNER/NAME part of a name on the hub; None if `name` is not of that form."""
     match = _HUB_NAME.fullmatch(name)
     return match[1] if match else None
 
 
 def _hub_export(name: str) -> str:
     repository = hub_repository(name) or name
-    # Of Google's targets and among GGUF files edge-export finds the drafter.
+    # edge-export finds the drafter by itself for Google's targets and for GGUF files.
     known = ":" in name or repository.lower().endswith("-gguf") or repository.startswith("google/")
     drafter = "" if known else f" {repository}-assistant"
     return f"edge-export pair {shlex.quote(name)}{drafter} --output {repository.rpartition('/')[2]}"
 
 
 def _target_first(names: list[str]) -> list[str]:
-    """The target and the drafter of a folder's GGUF files, by the words that drafters have in their names."""
+    """Returns the names of the target and the drafter among GGUF files. Names of drafters contain certain words."""
     drafters = [name for name in names if re.search("assistant|draft|mtp", name, re.IGNORECASE)]
     targets = [name for name in names if name not in drafters]
     return [*targets[:1], *drafters[:1]] if targets and drafters else names[:2]
@@ -301,13 +300,13 @@ _MAX_FILES = 64
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its folder and its checked manifest."""
+    """An opened bundle: its folder, and its manifest, which was checked."""
 
     folder: Path
     manifest: Manifest
 
     def file(self, role: str, format: str | None = None) -> BundleFile:
-        """Returns the file with this role; raises BundleError if the bundle has none."""
+        """Returns the file with this role. Raises BundleError if the bundle has none."""
         for entry in self.manifest.files:
             if entry.role == role and format in (None, entry.format):
                 return entry
@@ -324,10 +323,10 @@ class Bundle:
 
 
 def open_bundle(folder: Path | str, *, check: CheckMode = "fast", public_key: Path | None = None) -> Bundle:
-    """Reads and checks a bundle: schema version, structure, paths inside the folder, sizes, contents (see `CheckMode`), and the signature
-    if a `public_key` (PEM, Ed25519) is given.
+    """Reads and checks a bundle: schema version, structure, that paths are inside the folder, sizes, and contents (see `CheckMode`).
 
-    Raises BundleError with what is wrong and what to do, and RequestError for a key together with check none.
+    If a `public_key` (PEM, Ed25519) is given, it checks the signature too. Raises BundleError, which says what is wrong and what to do, and
+    RequestError for a key together with check none.
     """
     if public_key is not None and check == "none":
         raise RequestError("a public key cannot vouch for files that are not checked; leave out check none, or the key")
@@ -367,7 +366,7 @@ def _read_manifest(folder: Path, public_key: Path | None) -> Manifest:
 
 
 def _check_list(folder: Path, files: tuple[BundleFile, ...]) -> None:
-    """Raises BundleError for a list that would check one file thousands of times, or has a role twice."""
+    """Raises BundleError if the list is too long, or names a file or a role twice: a file must not be hashed thousands of times."""
     if len(files) > _MAX_FILES:
         raise BundleError(f"{folder}: the manifest lists {len(files)} files, more than {_MAX_FILES}; do not use this bundle")
     named: set[object] = set()

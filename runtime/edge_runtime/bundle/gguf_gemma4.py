@@ -1,4 +1,4 @@
-"""Checks the GGUF files of a Gemma 4 pair, and those of its encoders of images and sound, before llama.cpp opens them."""
+"""Checks the GGUF files of a Gemma 4 pair, and of its encoders of images and sound, before llama.cpp opens them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 from edge_runtime.bundle.gguf_header import VOCABULARY_KEY, GgufError, GgufHeader, LongArray, read_gguf_header
 from edge_runtime.errors import BackendError
 
-# llama.cpp ends the process, instead of refusing the file, for some values of the keys. Sources of the limits: load_hparams and
-# create_memory in llama.cpp's src/llama-model.cpp, src/models/gemma4.cpp, the assertions of ggml's operators.
+# For some values of keys, llama.cpp aborts the process instead of refusing the file. The limits come from load_hparams and create_memory in
+# llama.cpp's src/llama-model.cpp, from src/models/gemma4.cpp, and from the assertions in ggml's operators.
 
-# The tokenizers that edge-export writes; other tokenizers and architectures are code of llama.cpp that a bundle never needs.
+# The tokenizers that edge-export writes. All others are code of llama.cpp that a bundle never needs, so they are refused.
 TOKENIZERS = ("gemma4", "none")
-# ggml's number of the type.
+# ggml's number of this type.
 FLOAT32 = 0
 TARGET, DRAFTER = "gemma4", "gemma4-assistant"
 _WIDTH, _INT32 = 1 << 20, (1 << 31) - 1
-# (least, most). LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp allocates for as many tokens as a file without a tokenizer
-# claims, and for a drafter's complete window; Gemma 4 has a quarter of these tokens, and windows of 512 and 1024.
+# The smallest and largest value of each key. LLAMA_MAX_LAYERS is 512, LLAMA_MAX_EXPERTS 1024. llama.cpp allocates memory for the vocabulary
+# size that a file without a tokenizer claims, and for the whole window of a drafter. Gemma 4 has a quarter of this vocabulary size, and
+# windows of 512 and 1024.
 _INTEGERS = {
     "block_count": (1, 512),
     "context_length": (1, _INT32),
@@ -51,7 +52,7 @@ _REALS = {
     "rope.freq_base_swa": (1.0, 1e12),
     "final_logit_softcapping": (1e-3, 1e9),
 }
-# llama.cpp substitutes a default if they are missing; its converter always writes them.
+# For these, llama.cpp would use a default if they are missing. Its converter always writes them, so a file without them is refused.
 _NEEDED = (
     "block_count",
     "attention.key_length",
@@ -66,7 +67,7 @@ _SCALINGS = ("none", "linear", "yarn", "longrope")
 
 
 def check_gguf(path: Path) -> GgufHeader:
-    """Returns the header. Raises BackendError if `path` is no file, or its header is not sound or does not fit its size."""
+    """Returns the header. Raises BackendError if `path` is not a file, or its header is damaged or does not fit the file's size."""
     if not path.is_file():
         raise BackendError(f"{path} is not a file; check the path or export the bundle again")
     try:
@@ -78,9 +79,9 @@ def check_gguf(path: Path) -> GgufHeader:
 
 @lru_cache(maxsize=16)
 def _header(path: Path, _state: tuple[int, ...]) -> GgufHeader:
-    """Returns the header of a file, read again only after the file changed.
+    """Returns the header of a file, cached until the file changes.
 
-    Opening a pair asks for each header two or three times, and reading a vocabulary of 262,144 tokens takes a tenth of a second.
+    Opening a pair needs each header two or three times, and reading a vocabulary of 262,144 tokens takes a tenth of a second.
     """
     return read_gguf_header(path)
 
@@ -91,9 +92,7 @@ def check_model(path: Path, architecture: str) -> GgufHeader:
 
 
 def check_header(header: GgufHeader, architecture: str) -> GgufHeader:
-    """Returns the header of a model. Raises BackendError for another architecture, and for values for which llama.cpp would end the
-    process.
-    """
+    """Checks and returns the header of a model. Raises BackendError for another architecture, or for values that would abort llama.cpp."""
     if header.architecture != architecture:
         raise BackendError(
             f"{header.path.name} has the architecture {header.architecture!r:.40}, not {architecture!r};"
@@ -102,7 +101,7 @@ def check_header(header: GgufHeader, architecture: str) -> GgufHeader:
     _check_tokenizer(header)
     check_gemma4(header)
     for tensor in header.tensors:
-        # Norms and scales are added to and multiplied with float32 rows, for which llama.cpp's CPU has no other kernel.
+        # llama.cpp's CPU kernels add and multiply norms and scales with float32 rows only if they are float32 themselves.
         if len(tensor.shape) == 1 and tensor.type != FLOAT32:
             raise BackendError(f"{header.path}: {tensor.name!r:.80} is a vector that is not float32; export the bundle again")
     return header
@@ -118,14 +117,14 @@ def _check_tokenizer(header: GgufHeader) -> None:
 
 
 def check_gemma4(header: GgufHeader) -> None:
-    """Raises BackendError, naming the key, for a number that is missing, out of range or does not fit the others."""
+    """Raises BackendError, which names the key, if a number is missing, is out of range, or does not fit the others."""
     keys = _Keys(header)
     for name in _NEEDED:
         if keys.value(name) is None:
             raise BackendError(f"{header.path}: {header.architecture}.{name} is missing; export the bundle again")
     integers = {name: keys.integer(name, minimum, maximum) for name, (minimum, maximum) in _INTEGERS.items()}
     for name, (lowest, highest) in _REALS.items():
-        keys.real(name, lowest, highest, zero=name == "final_logit_softcapping")  # at 0 nothing is capped
+        keys.real(name, lowest, highest, zero=name == "final_logit_softcapping")  # 0 turns capping off
     layers, experts = integers["block_count"], integers["expert_count"]
     each = {name: keys.of_each_layer(name, layers, minimum, maximum) for name, (minimum, maximum) in _OF_EACH_LAYER.items()}
     if any(heads % shared for heads, shared in zip(each["attention.head_count"], each["attention.head_count_kv"], strict=True)):
@@ -140,9 +139,9 @@ def check_gemma4(header: GgufHeader) -> None:
 
 
 def rows_read(drafter: GgufHeader, target: GgufHeader) -> tuple[list[tuple[bool, int, int]], list[tuple[bool, int, int]]]:
-    """Returns (is sliding, K/V heads, their width) for each layer of a drafter: as the drafter expects them, and as the target has them.
+    """Returns (is sliding, K/V heads, their width) for each layer of a drafter: what the drafter expects, and what the target has.
 
-    Its sliding layers read the rows of the target's last layer but one, its full layers those of the last (create_memory).
+    The drafter's sliding layers read the rows of the target's last layer but one, its full layers those of the last one (create_memory).
     """
     own, others = _rows(drafter), _rows(target)
     return own, [others[-2 if sliding else -1] for sliding, _, _ in own]
@@ -157,38 +156,38 @@ def _rows(header: GgufHeader) -> list[tuple[bool, int, int]]:
 
 
 def owned_rows(target: GgufHeader) -> list[tuple[bool, int, int]]:
-    """Returns (is sliding, K/V heads, their width) for each layer of a target that has K/V rows: the others read those of these."""
+    """Returns (is sliding, K/V heads, their width) for each layer of a target that owns K/V rows; other layers read these rows."""
     rows = _rows(target)
     return rows[: len(rows) - _Keys(target).integer("attention.shared_kv_layers", 0, len(rows))]
 
 
 def _check_sharing(keys: _Keys, layers: int, architecture: str) -> None:
-    """Checks the sharing: layers without K/V rows read those of the last sliding and the last full layer that have rows."""
+    """Checks that layers without K/V rows can read those of the last sliding and of the last full layer that own rows."""
     pattern = keys.value("attention.sliding_window_pattern", [])
     if not isinstance(pattern, list) or len(pattern) != layers or True not in pattern or not {type(kind) for kind in pattern} <= {bool}:
         raise keys.wrong("attention.sliding_window_pattern", f"a list of {layers} booleans, some of them true")
     shared = keys.integer("attention.shared_kv_layers", 0, layers)
     if architecture == DRAFTER:
-        return  # all its rows are the target's
+        return  # a drafter owns no rows
     first = layers - shared
     if first < 2 or any(pattern[first - 2 if sliding else first - 1] != sliding for sliding in pattern[first:]):
         raise keys.wrong("attention.shared_kv_layers", "a number that leaves a sliding and a full layer, last of those with K/V rows")
 
 
 def _check_rotation(keys: _Keys) -> None:
-    """Checks the rotation: an even number of a key's values is rotated, by default as many in sliding layers; values match keys."""
+    """Checks that V is as wide as K, and that an even number of K's values is rotated, in full and in sliding layers."""
     turned = None
     for kind in ("", "_swa"):
         length = keys.value(f"attention.key_length{kind}")
         if keys.value(f"attention.value_length{kind}") != length:
             raise keys.wrong(f"attention.value_length{kind}", f"the {length} of a key")
         turned = keys.value(f"rope.dimension_count{kind}", length if turned is None else turned)
-        if not _is_integer(turned, 2, length) or turned % 2:  # llama.cpp loops for ever at 0
+        if not _is_integer(turned, 2, length) or turned % 2:  # with 0, llama.cpp would loop forever
             raise keys.wrong(f"rope.dimension_count{kind}", f"an even number from 2 to the {length} values of a key", turned)
 
 
 class _Keys:
-    """The keys of the file's architecture, by their name without its prefix."""
+    """The keys of the file's architecture, by name without the architecture's prefix."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -212,14 +211,14 @@ class _Keys:
         return int(value)
 
     def real(self, name: str, minimum: float, maximum: float, *, zero: bool = False) -> None:
-        """With `zero`, 0 may be below the minimum."""
+        """Raises BackendError if a float key is out of range. With `zero`, 0 is allowed too."""
         value = self.value(name)
         in_range = isinstance(value, float) and (minimum <= value <= maximum or (zero and value == 0))
         if value is not None and not in_range:
             raise self.wrong(name, f"a number from {minimum:g} to {maximum:g}")
 
     def of_each_layer(self, name: str, layers: int, minimum: int, maximum: int) -> Sequence[int]:
-        """Returns one value per layer, of a key that has one for all or a list; `minimum` if the key is missing."""
+        """Returns one value per layer. The key has a list, or one value for all layers; if it is missing, the value is `minimum`."""
         value = self.value(name, minimum)
         values = value if isinstance(value, list) else [value] * layers
         if len(values) != layers or not all(_is_integer(number, minimum, maximum) for number in values):
@@ -231,22 +230,22 @@ def _is_integer(value: Any, minimum: int, maximum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-# Checks a media encoder's GGUF before llama.cpp opens it: the keys of a Gemma 4 member, and every tensor with
-# the shape that they require. Members have towers of layers (gemma4v, gemma4a), or projections alone (12B: gemma4uv, gemma4ua).
+# Checks the GGUF file of a media encoder before llama.cpp opens it: its keys, and that it has every tensor with the shape that the keys
+# require. Gemma 4 models have towers of layers (gemma4v, gemma4a), or only projections (12B: gemma4uv, gemma4ua).
 
 _LARGEST = 1 << 16
 _MAX_LAYERS = 128
 # ggml's numbers of f32, f16 and bf16
 _TYPES = (0, 1, 30)
 _Q8_0 = 8
-# Matrices that ggml multiplies with, which may be quantized.
+# Names of matrices that may be quantized, because ggml multiplies with them.
 _MATRIX = re.compile(r"(?:[va]\.blk\.\d+\.(?:attn|ffn|conv_pw)\w*|mm\.(?:a\.)?input_projection|a\.pre_encode\.out)\.weight")
 _PATCH, _POOLING, _COLOURS = 16, 3, 3
-# Of sound at 16 kHz in one row, without an audio tower (tools/mtmd/clip.cpp).
+# Without an audio tower, a row has this many samples of sound at 16 kHz (tools/mtmd/clip.cpp).
 _SAMPLES = 640
 _BOUNDS = ("input_max", "input_min", "output_max", "output_min")
 Shapes = dict[str, tuple[int, ...]]
-# GGUF's types of all keys that an encoder has and libmtmd reads; it ends the process at another type.
+# GGUF's types of all keys of an encoder that libmtmd reads; another type would abort the process.
 _U32, _F32, _BOOL, _STRING, _FLOATS = (4,), (6,), (7,), (8,), (9, 6)
 _SIZES = ("projection_dim", "embedding_length", "feed_forward_length", "block_count", "attention.head_count")
 _EPSILON = "attention.layer_norm_epsilon"
@@ -263,7 +262,10 @@ _KEY_TYPES: dict[str, tuple[int, ...]] = (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFacts:
-    """`has_audio`: it takes sound too, `mel_frames`: through an audio tower. `longest`: the most pixels on a side of an image."""
+    """Facts about an encoder. `has_audio`: it takes sound too; `mel_frames`: it does so through an audio tower.
+
+    `longest`: the most pixels on a side of an image.
+    """
 
     has_audio: bool
     mel_frames: bool
@@ -271,9 +273,9 @@ class EncoderFacts:
 
 
 def check_encoder(path: Path, width: int) -> EncoderFacts:
-    """Returns what the encoder takes. `width` is the hidden size of the target.
+    """Checks an encoder's file and returns its facts. `width` is the hidden size of the target.
 
-    Raises BackendError for a file that is damaged, of another kind, or of another target.
+    Raises BackendError if the file is damaged, of another kind, or for another target.
     """
     try:
         header = read_gguf_header(path)
@@ -345,7 +347,7 @@ def _count(path: Path, header: GgufHeader, key: str, maximum: int = _LARGEST) ->
 
 
 def _dimension(path: Path, header: GgufHeader, name: str, index: int) -> int:
-    """A size that no key has: dimension `index` of a tensor, rows first."""
+    """Returns a size that no key states: dimension `index` of a tensor, with the number of rows as dimension 0."""
     for tensor in header.tensors:
         if tensor.name == name and len(tensor.shape) > index and 0 < tensor.shape[::-1][index] <= _LARGEST:
             return tensor.shape[::-1][index]

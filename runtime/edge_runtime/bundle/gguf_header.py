@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file. Every length is checked against the file's size before it is used.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensor data is never read. Imports nothing heavy, because both the
-exporter and the runtime (before it passes a file to C code) use it.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensor data are never read. Imports nothing heavy, because the exporter
+uses it, and so does the runtime before it passes a file to C code.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from edge_devices.errors import errors_as
 from edge_runtime.bundle.manifest import CacheLayout, LayerCache
 from edge_runtime.errors import RequestError
 
-# The one table of what GGUF files hold: ggml's types of tensors, and the quantizations of whole files, which mix some of them.
+# The only table of the contents of GGUF files: ggml's tensor types, and the quantizations of whole files, which mix some of these types.
 #
-# To add a quantization, add an entry to `_QUANTIZATIONS`: with a `kl_limit`, edge-export offers it. For error compensation (`--calibrate`)
-# its matrices' type also needs a row in `BLOCK_TYPES` of edge_export/quantization/gguf_quantization.py.
+# To add a quantization, add an entry to `_QUANTIZATIONS`; edge-export offers it if it has a `kl_limit`. Error compensation (`--calibrate`)
+# also needs a row for the type of its matrices in `BLOCK_TYPES` of edge_export/quantization/gguf_quantization.py.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorType:
-    """A type of ggml/include/ggml.h: its name, how many weights a block holds, and in how many bytes.
+    """A type in ggml/include/ggml.h: its name, the number of weights in a block, and the bytes of a block.
 
     `copy_bytes` is the size of a block in the copy that llama.cpp repacks (ggml/src/ggml-cpu/repack.cpp) or the row kernels pack
-    (backends/kernels/src/layout.h) when a model is loaded, the larger one; 0 where no processor has a copy.
+    (backends/kernels/src/layout.h) when a model is loaded, whichever is larger; 0 if no processor makes a copy.
     """
 
     name: str
@@ -48,11 +48,11 @@ class TensorType:
 
     @property
     def copy_bits(self) -> float:
-        """Bits per weight of the copy made for the processor."""
+        """Bits per weight in the copy for the processor."""
         return 8 * self.copy_bytes / self.weights
 
 
-# By ggml's number of the type.
+# The types by ggml's numbers.
 TENSOR_TYPES = {
     0: TensorType(name="f32", weights=1, bytes=4),
     1: TensorType(name="f16", weights=1, bytes=2),
@@ -92,10 +92,11 @@ TYPE_NUMBERS = {kind.name: number for number, kind in TENSOR_TYPES.items()}
 class Quantization:
     """A quantization of a whole file: its name, its number in enum llama_ftype (llama.cpp's include/llama.h), and the types it mixes.
 
-    `matrices` are the types of the layers' matrices with their shares of the weights, empty where the mix is not known here; `tables` is
-    that of the tables with a row per token, the tied output head among them. `kl_limit` is the mean KL from the reference, in nats, above
-    which an export fails; None where no export makes such a file. `weighed`: llama.cpp chooses its scales by importance. `raised`: tensors
-    whose name has this part get this type in all layers, where llama.cpp's own mix has it in some.
+    - `matrices`: the types of the layers' matrices, with their shares of the weights; empty if the mix is not known here.
+    - `tables`: the type of tables with one row per token, including the tied output head.
+    - `kl_limit`: an export fails if the mean KL from the reference, in nats, is above this; None if no export makes such a file.
+    - `weighed`: llama.cpp chooses its scales by the importance of weights.
+    - `raised`: tensors whose name contains the first text get the second type in all layers; llama.cpp's own mix has it in some only.
     """
 
     name: str
@@ -107,12 +108,12 @@ class Quantization:
     raised: tuple[tuple[str, str], ...] = ()
 
     def file_bytes(self, weights: int, table_weights: int = 0) -> int:
-        """Returns about how many bytes a file of so many weights has, `table_weights` of them in tables."""
+        """Returns the approximate bytes of a file with `weights` weights, of which `table_weights` are in tables."""
         bits = sum(share * _named(kind).bits for kind, share in self.matrices)
         return int(((weights - table_weights) * bits + table_weights * _named(self.tables).bits) / 8)
 
     def copy_bytes(self, weights: int, head_weights: int) -> int:
-        """Returns about how many bytes the copies of so many matrix weights and of the output head take."""
+        """Returns the approximate bytes of the copies of `weights` matrix weights and of an output head of `head_weights`."""
         bits = sum(share * _named(kind).copy_bits for kind, share in self.matrices)
         return int((weights * bits + head_weights * _named(self.tables).copy_bits) / 8)
 
@@ -121,11 +122,11 @@ def _named(name: str) -> TensorType:
     return TENSOR_TYPES[TYPE_NUMBERS[name]]
 
 
-# KL limits: at least twice what such files show of real matrices of 270 million weights (docs/results.md), which lose more than
-# larger models, and at most 1.0, where perplexity has doubled or tripled. q5_k_m and q6_k were not measured there and have those of
+# KL limits are at least twice the KL that such files have with real matrices of 270 million weights (docs/results.md), which lose more than
+# larger models. They are at most 1.0, where perplexity has doubled or tripled. q5_k_m and q6_k were not measured, and have the limits of
 # their neighbours.
-# In the mixes named _M a fifth of the weights of a Gemma 4 is q6_K, with all of ffn_down three tenths.
-# Those offered come first, from the smallest to the largest: where an export loses too much, the next one is recommended.
+# In a mix named _M, a fifth of Gemma 4's weights are q6_K; if all of ffn_down is, three tenths.
+# The quantizations on offer come first, from the smallest to the largest: an export that loses too much recommends the next one.
 _QUANTIZATIONS = (
     Quantization(name="q4_0", file_type=2, matrices=(("q4_0", 1),), tables="q6_K", kl_limit=1.0, weighed=True),
     Quantization(
@@ -135,8 +136,8 @@ _QUANTIZATIONS = (
         tables="q6_K",
         kl_limit=0.4,
         weighed=True,
-        # Of real matrices all layers' mean KL is 0.115 with it, and 0.199 with q4_K there instead. V, which is small, alone costs 0.19
-        # where half of its layers have 5 bits.
+        # With real matrices, the mean KL is 0.115 with these types in all layers, and 0.199 with q4_K instead. V is small, but with 5 bits
+        # in half of its layers, it alone causes a KL of 0.19.
         raised=(("ffn_down.weight", "q6_K"), ("attn_v.weight", "q6_K")),
     ),
     Quantization(name="q5_k_m", file_type=17, matrices=(("q5_K", 0.8), ("q6_K", 0.2)), tables="q6_K", kl_limit=0.4, weighed=True),
@@ -163,14 +164,14 @@ MIXED = "mixed"
 
 
 def quantization_name(file_type: object) -> str:
-    """Returns the quantization with this number of enum llama_ftype; MIXED if there is none here."""
+    """Returns the name of the quantization with this number in enum llama_ftype; MIXED if it is not in the table."""
     return next((kind.name for kind in _QUANTIZATIONS if kind.file_type == file_type), MIXED)
 
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 KV_TYPES: tuple[KvType, ...] = get_args(KvType)
 DEFAULT_KV_TYPE: KvType = "f16"
-# The quantized ones store this many values of a head with one scale.
+# Quantized K/V types have one scale for this many values of a head.
 BLOCK = 32
 
 
@@ -195,12 +196,13 @@ def check_kv_type(layout: CacheLayout, kv_type: str) -> KvType:
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
-# Gemma 4's files have some 50 keys, less than 2000 tensors, and half a million merges.
+# For comparison, Gemma 4's files have some 50 keys, fewer than 2000 tensors, and half a million merges.
 _MAX_KEYS, _MAX_TENSORS, _MAX_STRINGS = 1 << 10, 1 << 13, 1 << 22
 # The longest strings known are chat templates; a name may have 65535 bytes (ggml's docs/gguf.md).
 _MAX_STRING_BYTES, _MAX_NAME_BYTES = 1 << 20, (1 << 16) - 1
 ARCHITECTURE_KEY, VOCABULARY_KEY = "general.architecture", "tokenizer.ggml.tokens"
-# One value per layer. Longer arrays, and all arrays of strings (vocabulary, scores, merges), are kept as a length and a hash.
+# Arrays up to this length are kept, for keys with one value per layer. Longer ones, and all arrays of strings (vocabulary, merges), are
+# reduced to a length and a hash.
 _MAX_KEPT = 512
 _PIECE_BYTES = 1 << 20
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -208,14 +210,14 @@ _STRING, _ARRAY = 8, 9
 
 
 class GgufError(ValueError):
-    """The file is no sound GGUF; the message is one sentence that names it and says what to do."""
+    """The file is not a valid GGUF. The message is one sentence that names the file and says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongArray:
-    """An array of which only the length and the sha256 of its bytes are kept.
+    """An array that is reduced to its length and the SHA-256 of its bytes.
 
-    `doubles` of a vocabulary is the number of its texts that repeat an earlier one, as llama.cpp reads them.
+    For a vocabulary, `doubles` is the number of texts that repeat an earlier one, by llama.cpp's reading.
     """
 
     length: int
@@ -225,7 +227,7 @@ class LongArray:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor: dimensions as GGUF orders them (rows' length first), ggml type number, its bytes and their offset in the file."""
+    """One tensor: its dimensions in GGUF's order (length of a row first), ggml's type number, its size in bytes and its file offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -236,9 +238,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """Keys and tensors of one file. Values are int, float, bool, str, a list of numbers, or a LongArray.
+    """The keys and tensors of a file. Values are int, float, bool, str, a list of numbers, or a LongArray.
 
-    `types` are GGUF's numbers of the values' types; of an array also that of its elements.
+    `types` has GGUF's type number of each value; for an array also that of its elements.
     """
 
     path: Path
@@ -254,27 +256,27 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Reads keys and tensor infos; every length is checked against the file's size before memory is allocated.
+    """Reads keys and tensor infos. Every length is checked against the file's size before memory is allocated.
 
-    Raises GgufError if it is no GGUF file of a known version, or is truncated or corrupt.
+    Raises GgufError if the file is not a GGUF of a known version, or is truncated or corrupt.
     """
     with errors_as(GgufError, f"{path} cannot be read", "check the path"), path.open("rb") as file:
         return _Reader(path, file, path.stat().st_size).header()
 
 
 def read_architecture(path: Path) -> str:
-    """Returns `general.architecture`, "" without that key; reads no further than to it. Raises GgufError as `read_gguf_header` does."""
+    """Returns `general.architecture`, or "" without that key, and reads no further. Raises GgufError as `read_gguf_header` does."""
     with errors_as(GgufError, f"{path} cannot be read", "check the path"), path.open("rb") as file:
         return _Reader(path, file, path.stat().st_size).architecture()
 
 
 def parse_gguf_header(path: Path, data: bytes, size: int) -> GgufHeader:
-    """Returns the header of a file of `size` bytes that begins with `data` and is not written yet. Raises as `read_gguf_header` does."""
+    """Parses the header of a file that is not written yet: it begins with `data`, and will have `size` bytes. Raises GgufError."""
     return _Reader(path, io.BytesIO(data), size).header()
 
 
 def string_array(texts: Iterable[str]) -> LongArray:
-    """Returns the LongArray of these strings, equal to the one read from a file."""
+    """Returns the LongArray of these strings, which equals the one that is read from a file with them."""
     digest, length = hashlib.sha256(), 0
     for text in texts:
         digest.update(_counted(text.encode()))
@@ -283,7 +285,7 @@ def string_array(texts: Iterable[str]) -> LongArray:
 
 
 def _shown(name: str) -> str:
-    """Returns a name as a message quotes it: on one line, at most 80 characters of it."""
+    """Returns a name for a message: quoted, on one line, cut to 80 characters."""
     return repr(name[:80])
 
 
@@ -292,14 +294,15 @@ def _counted(text: bytes) -> bytes:
 
 
 class _Texts:
-    """Counts repeated texts of a vocabulary, with 8 bytes of memory for each text."""
+    """Counts repeated texts of a vocabulary, with 8 bytes of memory per text."""
 
     def __init__(self) -> None:
         self._hashes = array("q")
 
     def add(self, text: bytes) -> None:
-        """Adds a text. For llama.cpp it ends at a NUL, and an empty one gets a name (src/llama-vocab.cpp)."""
-        # 64-bit hashes with a secret of the process: 262144 different texts collide once in 5e8 times; repeated texts always do.
+        """Adds a text. llama.cpp cuts it at a NUL, and gives an empty one a name (src/llama-vocab.cpp)."""
+        # Python's 64-bit hashes have a secret per process. Equal texts have equal hashes; among 262144 different texts, the probability of
+        # a collision is 1 in 5e8.
         self._hashes.append(hash(text.partition(b"\0")[0] or b"[EMPTY_%d]" % len(self._hashes)))
 
     def doubles(self) -> int:
@@ -315,18 +318,18 @@ class _Reader:
         self._path = path
         self._file = file
         self._size = size
-        self._place = 0  # in the file
-        self._element = _STRING  # of the array that was read last
+        self._place = 0  # position in the file
+        self._element = _STRING  # element type of the array that was read last
 
     def architecture(self) -> str:
-        """Reads keys until the one that names the architecture, which writers write first."""
+        """Reads keys up to the one that names the architecture, usually the first."""
         for name, value, _ in self._keys(self._counts()[1]):
             if name == ARCHITECTURE_KEY:
                 return value if isinstance(value, str) else ""
         return ""
 
     def _counts(self) -> tuple[int, int]:
-        """Reads the beginning; returns how many tensors and keys follow."""
+        """Reads the beginning of the file; returns the numbers of tensors and of keys."""
         if self._take(4) != _MAGIC:
             raise GgufError(
                 f"{self._path} is not a GGUF file: it does not begin with {_MAGIC.decode()}; give a GGUF or a checkpoint folder"
@@ -414,7 +417,7 @@ class _Reader:
         return LongArray(length=length, sha256=digest.hexdigest())
 
     def _skip_strings(self, count: int, texts: _Texts | None) -> str:
-        """Reads past `count` strings, many at a time, since a vocabulary has hundreds of thousands; returns the sha256 of their bytes."""
+        """Reads past `count` strings, many at a time, since a vocabulary has hundreds of thousands. Returns the SHA-256 of their bytes."""
         digest = hashlib.sha256()
         while count:
             piece = self._file.read(_PIECE_BYTES)
@@ -429,7 +432,7 @@ class _Reader:
             digest.update(memoryview(piece)[:at])
             self._place += at
             self._file.seek(self._place)
-            if not passed:  # longer than a piece, or past the end of the file
+            if not passed:  # the next string is longer than a piece, or goes past the end of the file
                 text = self._take(self._number("Q", maximum=_MAX_STRING_BYTES))
                 digest.update(_counted(text))
                 if texts is not None:

@@ -14,17 +14,17 @@ from typing import Any
 from edge_devices.files.typed_json import StructureError, to_json
 from edge_runtime.errors import BundleError
 
-# The hash is the last key: the sha256 of the whole file with zeros in place of the 64 digits. It covers bytes rather than what the JSON
-# means, so that every changed bit is found.
+# The manifest's own hash is its last key: the SHA-256 of the whole file, with zeros in place of the hash's 64 digits. It covers the bytes
+# of the file rather than the meaning of the JSON, so that every changed bit is found.
 
 _KEY = "sha256"
 _BLANK = "0" * 64
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _END_BYTES = len(f'"{_KEY}": "{_BLANK}"\n}}\n')
 LARGEST = 1 << 53
-# The first line of a section of figures that a model card takes (edge-bench run --markdown).
+# The first line of a section of figures that can be pasted into a model card (edge-bench run --markdown).
 FIGURES_OF = "<!-- edge-bench: figures of the files {} -->"
-# Ids, and counts that may be zero; every other integer is at least 1, every other number above 0.
+# Fields that may be 0: ids, and counts that may be zero. Every other integer is at least 1, every other number above 0.
 FROM_ZERO = frozenset(
     {
         "bytes",
@@ -50,13 +50,13 @@ FROM_ZERO = frozenset(
 
 
 def files_key(files: Iterable[Any]) -> str:
-    """Returns a hash of the model files' roles, formats, quantizations and bytes, by which figures of a bundle are known."""
+    """Returns a hash of the model files' roles, formats, quantizations and sizes, which identifies a bundle in its figures."""
     facts = sorted(f"{file.role} {file.format} {file.quantization} {file.bytes}" for file in files)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def with_hash(data: Mapping[str, Any]) -> str:
-    """Returns the text of manifest.json with this data; a hash among the data is replaced."""
+    """Returns the text of manifest.json with this data and its hash; a hash that the data contain is replaced."""
     content = {key: value for key, value in data.items() if key != _KEY}
     text = json.dumps({**content, _KEY: _BLANK}, indent=2) + "\n"
     before = text[: len(text) - _END_BYTES]
@@ -64,7 +64,7 @@ def with_hash(data: Mapping[str, Any]) -> str:
 
 
 def has_own_hash(raw: bytes) -> bool:
-    """Whether these bytes of a manifest end in their own hash."""
+    """Whether these bytes of a manifest end with the right hash."""
     before = raw[:-_END_BYTES]
     end = _END.fullmatch(raw, len(before))
     if end is None:
@@ -74,7 +74,7 @@ def has_own_hash(raw: bytes) -> bool:
 
 
 def check_numbers(value: Any, where: str, name: str = "") -> None:
-    """Raises StructureError for the first number in `value`, or nested in it, that is out of range; free-form objects are skipped."""
+    """Raises StructureError for the first number in `value`, at any depth, that is out of range. Free-form objects are skipped."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             check_numbers(getattr(value, field.name), f"{where}.{field.name}", field.name)
@@ -98,19 +98,19 @@ def _check(number: float, where: str, from_zero: bool) -> None:
 SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
-# A draft is never longer than this (see docs/design/manifest.md, rewind slack).
+# The longest draft (see docs/design/manifest.md, rewind slack).
 MAX_DRAFT_LENGTH = 12
-# No head is wider: buffers and tables are not laid out on a manifest's word.
+# The widest head. A limit is needed, because buffers and tables are allocated by the sizes in a manifest.
 MAX_HEAD_DIM = 8192
-# The roles of the encoders of images and sound: one GGUF file for both, an ONNX graph for each.
+# The roles of the encoders of images and sound: one GGUF file for both, or one ONNX graph for each.
 MEDIA_ENCODER, VISION_ENCODER, AUDIO_ENCODER = "media_encoder", "vision_encoder", "audio_encoder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BundleFile:
-    """One file of the bundle; `path` is relative, with forward slashes. `role` is one of those in docs/design/manifest.md.
+    """One file of the bundle. `path` is relative, with forward slashes; `role` is one of those in docs/design/manifest.md.
 
-    `bits_per_weight` is what a weight of its model takes in it on average, None for files that hold no model's weights.
+    `bits_per_weight` is the mean size of a weight in it, None for files without model weights.
     """
 
     path: str
@@ -130,7 +130,7 @@ class BundleFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """One file of a source checkpoint, as it was at export."""
+    """One file of a source checkpoint, at the time of the export."""
 
     name: str
     bytes: int
@@ -148,9 +148,9 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceSource:
-    """The importance source of a quantization: `kind` is imatrix (a file of llama.cpp's format) or calibration (a text).
+    """Where a quantization took the importance of weights from: `kind` is imatrix (a file in llama.cpp's format) or calibration (a text).
 
-    `tokens` is the number of tokens of the text that were run, None for a file.
+    `tokens` is how many tokens of the text were run, None for a file.
     """
 
     kind: str
@@ -162,9 +162,10 @@ class ImportanceSource:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTuning:
-    """How a tuned drafter came about (`edge-export pair --tune-drafter`): the user's text, and what the target wrote after parts of it.
+    """How the drafter was tuned (`edge-export pair --tune-drafter`): on the user's text, and on what the target wrote after parts of it.
 
-    Acceptance is that of drafts of `draft_length` on text that tuning did not see, of the original drafter and of the tuned one.
+    The acceptances are those of drafts of `draft_length` tokens on text that tuning did not see, with the original drafter
+    (`acceptance_before`) and with the tuned one.
     """
 
     name: str
@@ -180,10 +181,10 @@ class DrafterTuning:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """K/V rows of one kind of layer. A row is [kv_heads, head_dim] of `dtype`, for K and V each.
+    """The K/V rows of one kind of layer. A row is [kv_heads, head_dim] of `dtype`, for each of K and V.
 
-    `owner_layers` are the target layers that write rows; `window` is the attention window in rows (None: all rows);
-    `capacity` is how many rows are kept.
+    `owner_layers` are the target's layers that write rows; `window` is the attention window in rows (None: all rows); `capacity` is how
+    many rows are kept.
     """
 
     kv_heads: int
@@ -198,8 +199,8 @@ class LayerCache:
 class CacheBuffer:
     """The two buffers of an owner layer in the ONNX graphs: inputs named `key` and `value`, [1, kv_heads, rows, head_dim] of `dtype`.
 
-    `kind` is "sliding" or "full"; `rows` is the number of rows at the bundle's context, for a sliding layer with spare room. `read` is
-    what the target's graph gets: the whole "buffer", or only the existing "rows"; `drafter_read` is the same for the drafter's graph
+    `kind` is "sliding" or "full". `rows` is the number of rows at the bundle's context; a sliding layer has some to spare. `read` is what
+    the target's graph gets: the whole "buffer", or only the existing "rows". `drafter_read` is the same for the drafter's graph
     (docs/design/manifest.md).
     """
 
@@ -219,8 +220,8 @@ class CacheBuffer:
 class CacheLayout:
     """Which layers own K/V rows, and which layers read them.
 
-    `layer_owners[i]` is the target layer whose rows target layer i attends to (itself unless its K/V is shared).
-    `drafter_sources[i]` is the target layer whose rows drafter layer i attends to; the drafter owns none.
+    `layer_owners[i]` is the target's layer whose rows its layer i attends to: i itself, unless the layer shares K/V rows.
+    `drafter_sources[i]` is the target's layer whose rows the drafter's layer i attends to; the drafter owns no rows.
     `rewind_slack` is how many rows can be rolled back, at least the longest draft. `buffers` are those of the ONNX graphs, if any.
     """
 
@@ -234,7 +235,10 @@ class CacheLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """Rotary embedding of one kind of layer: the first `rotated_pairs` of head_dim/2 pairs turn by position / base^(2i/head_dim)."""
+    """The rotary embedding of one kind of layer: pair i of head_dim/2 is rotated by position / base^(2i/head_dim).
+
+    Only the first `rotated_pairs` pairs are rotated.
+    """
 
     kind: str
     base: float
@@ -245,8 +249,7 @@ class Rotation:
 @dataclass(frozen=True, kw_only=True)
 class OnnxGraphs:
     """Facts that a reader of the ONNX graphs needs: operator sets, contrib operators of onnxruntime, and the tokens that begin and end a
-    text (None: there is none). `control_tokens` have no text of their own. `context` is the longest that the target supports, in
-    tokens.
+    text (None: there is none). `control_tokens` have no text of their own. `context` is the longest context of the target, in tokens.
     """
 
     opset: int
@@ -261,9 +264,9 @@ class OnnxGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticGraphs:
-    """Further facts that a reader of graphs of fixed shapes needs: rows per forward, and the factors of looked-up embeddings.
+    """More facts, for graphs with fixed shapes: rows per forward, and the factors of looked-up embeddings.
 
-    `device` is the profile that they were exported for; `per_layer_scale` is None where there are no per-layer embeddings.
+    `device` is the profile that they were exported for. `per_layer_scale` is None if there are no per-layer embeddings.
     """
 
     device: str
@@ -275,11 +278,11 @@ class StaticGraphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Facts of the pair that a reader may need before it loads a model.
+    """Facts about the pair that a reader may need before it loads a model.
 
     `feed_forward_size` is the width of the widest feed-forward block, `per_layer_size` that of a per-layer embedding (0: none).
-    `prompt_parameters` are the weights that a token is multiplied with for its K/V rows; `experts` is how many a layer of the target
-    chooses from, None without any. Older bundles do not have them.
+    `prompt_parameters` is the number of weights that a prompt's token is multiplied with to get its K/V rows. `experts` is the number of
+    experts in a layer of the target, None if it has none. In older bundles the optional fields are missing.
     """
 
     family: str
@@ -310,7 +313,7 @@ class MediaTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionSize:
-    """Sizes of the vision tower, for predictions of its time; only `hidden_size` where one projection takes its place."""
+    """Sizes of the vision tower, to predict its time. A model with a single projection instead has `hidden_size` only."""
 
     hidden_size: int
     layers: int | None = None
@@ -319,9 +322,9 @@ class VisionSize:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaInputs:
-    """What the target takes beside text. `bidirectional`: the rows of an image attend to each other in both directions.
+    """The inputs of the target besides text. `bidirectional`: the rows of an image attend to each other in both directions.
 
-    `samples_per_row`: a soft row is made of so many samples of sound at 16 kHz; None: it comes from an audio tower.
+    `samples_per_row`: how many samples of sound at 16 kHz make a soft row, if there is no audio tower; None: there is one.
     """
 
     image: MediaTokens
@@ -341,9 +344,9 @@ class RuntimeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What the target's generation_config.json and config.json say; None where they say nothing. `temperature` 0 is greedy.
+    """The settings in the target's generation_config.json and config.json; None where they have none. `temperature` 0 is greedy.
 
-    `end_tokens` end a generation, besides the vocabulary's own; `suppress_tokens` are never generated.
+    `end_tokens` end a generation, in addition to the vocabulary's own; `suppress_tokens` are never generated.
     """
 
     temperature: float | None = None
@@ -357,9 +360,10 @@ class GenerationDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of manifest.json. `description` is a sentence for people: what the model does, and what it does not.
+    """The contents of manifest.json. `description` is a sentence for people: what the model can do, and what it cannot.
 
-    `acceptance` are counts of drafts that were measured before the export, as `parity.drafts.confidence` has those that it measured.
+    `acceptance` has acceptance counts that were measured before the export, in the form of `parity.drafts.confidence`, which has those that
+    the export measured.
     """
 
     schema_version: int
@@ -392,13 +396,13 @@ class Manifest:
         return with_hash(data)
 
 
-# Checks how the parts of a manifest fit together: owners of rows, and ids and sizes that other parts use. Needs no model.
+# Checks that the parts of a manifest fit together: owners of rows, and ids and sizes that other parts refer to. Needs no model.
 
 _LONGEST_NAME = 200
 
 
 def check_manifest(folder: Path, manifest: Manifest) -> None:
-    """Raises BundleError for a manifest whose parts do not fit together. `folder` is that of the bundle."""
+    """Raises BundleError if the parts of the manifest do not fit together. `folder` is the bundle's, for the message."""
     for name in _names(manifest):
         if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
             raise BundleError(f"{folder}: the manifest has the name {name[:80]!r}, which none is; do not use this bundle")
@@ -422,7 +426,7 @@ def _check_layout(folder: Path, layout: CacheLayout, architecture: Architecture)
 
 
 def _check_heads(folder: Path, manifest: Manifest) -> None:
-    """Widths of heads, from which tables and buffers are made before a graph is read."""
+    """Checks the widths of heads, since tables and buffers of these sizes are allocated before a graph is read."""
     layout, rotations = manifest.cache_layout, manifest.onnx.rotations if manifest.onnx else ()
     for part in (layout.full, *((layout.sliding,) if layout.sliding else ()), *layout.buffers, *rotations):
         if part.head_dim > MAX_HEAD_DIM:
@@ -440,7 +444,7 @@ def _check_heads(folder: Path, manifest: Manifest) -> None:
 
 
 def _tokens(manifest: Manifest) -> Iterator[tuple[str, int]]:
-    """The token ids that a manifest names, and where."""
+    """Yields all token ids in the manifest, each with the part that names it."""
     if (defaults := manifest.generation) is not None:
         yield from (("the generation defaults", token) for token in (*defaults.end_tokens, *defaults.suppress_tokens))
     if (graphs := manifest.onnx) is not None:
@@ -453,7 +457,7 @@ def _tokens(manifest: Manifest) -> Iterator[tuple[str, int]]:
 
 
 def _names(manifest: Manifest) -> Iterator[str]:
-    """The names that errors repeat, and that a graph or a file is asked for."""
+    """Yields all names in the manifest that messages quote, or that are looked up in a graph or a file."""
     yield from (name for buffer in manifest.cache_layout.buffers for name in (buffer.key, buffer.value, buffer.kind, buffer.dtype))
     yield from (name for file in manifest.files for name in (file.role, file.format, file.quantization or "none"))
     if manifest.onnx is not None:

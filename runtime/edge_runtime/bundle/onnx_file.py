@@ -1,7 +1,7 @@
-"""The reader of ONNX files: a graph's nodes, tensors, inputs, outputs and functions.
+"""Reads ONNX files: a graph's nodes, tensors, inputs, outputs and functions. Needs no library.
 
-Files are hostile: fields that the exporter does not write are refused, and each list is limited before memory is taken for it. Names stay
-bytes: two that are no UTF-8 must not become one. Field numbers: onnx/onnx.proto. Needs no library.
+Files may be hostile: fields that the exporter does not write are refused, and the length of each list is limited before memory is allocated
+for it. Names stay bytes, because decoding could make two different names that are not UTF-8 equal. Field numbers: onnx/onnx.proto.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from itertools import islice
 
 from edge_devices.files.protobuf_wire import fields_of, varints
 
-# Weights are in a file beside the graph, so the graph itself is small: 58 kB for 8 layers; some 8 MB and 900,000 fields for
-# 128 experts in each of 30 layers.
+# The graph itself is small, because weights are in another file: 58 kB for 8 layers; some 8 MB and 900,000 fields for 128 experts in each
+# of 30 layers.
 MAX_GRAPH_BYTES = 16 << 20
 MAX_FIELDS = 2_000_000
-# No node, tensor or attribute has more, and a graph has no more inputs.
+# The most fields of a node, tensor or attribute, and the most inputs of a graph.
 MAX_PARTS = 4096
 MAX_DIMENSIONS = 16
 _MAX_DEPTH = 16
-# More elements are no shape.
+# A constant with more elements is not read as a shape.
 _MAX_CONSTANT = 64
 LARGEST = 1 << 62
 INT64 = 7  # of TensorProto.DataType
 _EXTERNAL = 1
-# Fields by message; those in no list (sparse tensors, attributes that a function passes on, descriptions) are refused.
+# Field numbers by message. Fields that are not listed (sparse tensors, attributes that a function passes on, descriptions) are refused.
 _GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS = 7, 8, 25
 _NODE, _TENSOR, _INPUT, _OUTPUT = 1, 5, 11, 12
 _OPERATOR, _ATTRIBUTE, _DOMAIN, _OVERLOAD = 4, 5, 7, 8
 _VALUE, _SUBGRAPH = 5, 6
 _FUNCTION_NAME, _FUNCTION_INPUT, _FUNCTION_OUTPUT, _FUNCTION_NODE, _FUNCTION_DOMAIN, _FUNCTION_OVERLOAD = 1, 4, 5, 7, 10, 13
-# Attributes' fields of which one has a value, unless the value is a list of integers.
+# Fields of an attribute for its value; it may have only one of them. A list of integers is in another field.
 _SINGLE = {2, 3, 4, _VALUE, _SUBGRAPH}
 _KNOWN = {
     "model": {1, 2, _GRAPH_OF_MODEL, _OPSETS, _FUNCTIONS},
@@ -45,21 +45,21 @@ _KNOWN = {
     "value": {1, 2},
 }
 
-# The only operator of functions with a tensor as an attribute.
+# The only operator in functions that may have a tensor as an attribute.
 _CONSTANT = "Constant"
 
 Field = tuple[int, int | memoryview]
-# What a node calls: the domain, name and overload of an operator.
+# The domain, name and overload of the operator or function that a node calls.
 FunctionName = tuple[str, str, str]
 
 
 class UnsoundGraphError(ValueError):
-    """An error that says what is wrong with a graph, without the file's name."""
+    """Says what is wrong with a graph. The message does not name the file."""
 
 
 @dataclass(slots=True)
 class Tensor:
-    """A constant of a graph, with its bytes (`raw`) or the entries that say where they are (`external`)."""
+    """A constant of a graph: its bytes (`raw`), or the entries that say in which file they are (`external`)."""
 
     name: bytes
     type: int
@@ -69,7 +69,7 @@ class Tensor:
 
     @property
     def integers(self) -> tuple[int, ...] | None:
-        """The elements of a short list of int64, which may be a shape."""
+        """The elements of a short int64 list, which may be a shape; None for another tensor."""
         if self.raw is None or self.type != INT64 or len(self.raw) > 8 * _MAX_CONSTANT or len(self.raw) % 8:
             return None
         return struct.unpack(f"<{len(self.raw) // 8}q", self.raw)
@@ -77,7 +77,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class GraphValue:
-    """An input or output of a graph. A size is None if it is known at run time only."""
+    """An input or output of a graph. A size is None if it is known only at run time."""
 
     name: bytes
     shape: tuple[int | None, ...]
@@ -86,7 +86,7 @@ class GraphValue:
 
 @dataclass(slots=True)
 class Attribute:
-    """A node's attribute: of `number`, `integers`, `tensor` and `graph` those that it has."""
+    """A node's attribute. One of `number`, `integers`, `tensor` and `graph` is its value; a single integer is in the first two."""
 
     name: bytes = b""
     number: float | None = None
@@ -97,7 +97,10 @@ class Attribute:
 
 @dataclass(slots=True)
 class Node:
-    """An operator on names. Where a tree of graphs is read, `graphs` are those in it by attribute: `body`, `then_branch`, `else_branch`."""
+    """An operator with the names of its inputs and outputs.
+
+    `graphs` are the graphs inside it, by attribute (`body`, `then_branch`, `else_branch`); only `read_graph` fills them in.
+    """
 
     operator: str = ""
     inputs: list[bytes] = field(default_factory=list)
@@ -109,33 +112,33 @@ class Node:
 
     @property
     def function(self) -> FunctionName:
-        """The name of the function that it calls, if the file has one of that name."""
+        """The name of the function that it calls, if the file has such a function."""
         return self.domain, self.operator, self.overload
 
     @property
     def numbers(self) -> dict[bytes, float]:
-        """The attributes by name; 0 for those that are no number."""
+        """The attributes by name; 0 for those that are not numbers."""
         return {attribute.name: attribute.number or 0 for attribute in self.attributes}
 
     def integers(self, name: bytes) -> tuple[int, ...] | None:
-        """An attribute that is a list of integers, or one of them."""
+        """Returns an attribute that is a list of integers, or a single one; None if it is missing."""
         return next((attribute.integers for attribute in self.attributes if attribute.name == name), None)
 
     def integer(self, name: bytes, default: int) -> int:
-        """An attribute that is an integer."""
+        """Returns an attribute that is an integer, or `default`."""
         return (self.integers(name) or (default,))[0]
 
     @property
     def names_within(self) -> set[bytes]:
-        """The names that the graphs in it read or give."""
+        """The names that the graphs inside it read or output."""
         return {name for graph in self.graphs.values() for name in graph.names}
 
 
 @dataclass
 class OnnxGraph:
-    """A file's graph, a branch of an If, the body of a Loop, or a function, whose inputs have the shapes of what it is called with.
+    """A file's graph, a branch of an If, the body of a Loop, or a function. `functions` are those of the file.
 
-    `functions` are those of the file.
+    The inputs of a function have no shapes of their own, but those of the values that it is called with.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -146,13 +149,13 @@ class OnnxGraph:
 
     @cached_property
     def names(self) -> frozenset[bytes]:
-        """All names that nodes here and in graphs inside read, and those of the outputs."""
+        """The names of the outputs, and all names that nodes read, here and in graphs inside."""
         inner = {name for node in self.nodes for name in node.names_within}
         return frozenset({name for node in self.nodes for name in node.inputs} | inner | set(self.outputs))
 
 
 def read_graph(model: bytes) -> OnnxGraph:
-    """Returns a model's graph and those inside. Raises UnsoundGraphError, WireError."""
+    """Returns a model's graph, with the graphs inside it. Raises UnsoundGraphError, WireError."""
     reader = GraphReader()
     graph = _tree(reader, reader.graph_of(memoryview(model)), 1)
     graph.functions = dict(map(reader.function, reader.functions))
@@ -183,7 +186,7 @@ class GraphReader:
         self.functions: list[memoryview] = []
 
     def graph_of(self, model: memoryview) -> memoryview:
-        """Returns the message of a model's graph, and takes those of its functions. Raises UnsoundGraphError, WireError."""
+        """Returns the message of a model's graph, and stores those of its functions. Raises UnsoundGraphError, WireError."""
         graph = None
         for number, value in self._fields("model", model):
             if number == _GRAPH_OF_MODEL:
@@ -199,7 +202,7 @@ class GraphReader:
         return graph
 
     def function(self, message: memoryview) -> tuple[FunctionName, OnnxGraph]:
-        """Returns a function's name and nodes; what its Constants give are constants. Raises UnsoundGraphError, WireError."""
+        """Returns a function's name and body, with Constant nodes read as constants. Raises UnsoundGraphError, WireError."""
         body, texts = OnnxGraph(), dict.fromkeys((_FUNCTION_DOMAIN, _FUNCTION_NAME, _FUNCTION_OVERLOAD), "")
         for number, value in self._few("function", message):
             if number in texts:
@@ -218,7 +221,7 @@ class GraphReader:
         return (domain, name, overload), body
 
     def parts(self, graph: memoryview, depth: int) -> Iterator[Node | Tensor | GraphValue]:
-        """Yields what a graph holds, one at a time; `depth` counts it and the graphs around it. Raises UnsoundGraphError, WireError."""
+        """Yields the parts of a graph, one at a time. `depth` is 1 for the outermost graph. Raises UnsoundGraphError, WireError."""
         if depth > _MAX_DEPTH:
             raise UnsoundGraphError(f"graphs are nested more than {_MAX_DEPTH} deep")
         for number, value in self._fields("graph", graph):
@@ -285,7 +288,7 @@ class GraphReader:
         last = dict(fields)
         raw = [value for number, value in fields if number == 9]
         sizes = [size for number, value in fields if number == 1 for size in _integers(value, MAX_DIMENSIONS)]
-        if len(sizes) > MAX_DIMENSIONS or any(size > LARGEST for size in sizes):  # negative ones are huge here
+        if len(sizes) > MAX_DIMENSIONS or any(size > LARGEST for size in sizes):  # read as unsigned, negative sizes are huge
             raise UnsoundGraphError("a tensor has a shape that none can have")
         external = dict(_entry(_message(value)) for number, value in fields if number == 13)
         return Tensor(
@@ -297,7 +300,7 @@ class GraphReader:
         )
 
     def _value(self, message: memoryview, *, output: bool) -> GraphValue:
-        """A ValueInfoProto: of its type the tensor's, of that the shape, of that the dimensions."""
+        """Reads a ValueInfoProto; the dimensions are nested in it as type, tensor_type, shape, dim."""
         fields = self._few("value", message)
         types = [_message(value) for number, value in fields if number == 2]
         shape = []
@@ -321,7 +324,7 @@ def _only_tensor(constant: Node) -> Tensor:
 
 
 def _limited(fields: Iterable[Field], kind: str) -> list[Field]:
-    """The fields of a small message, all at once."""
+    """Returns the fields of a small message as a list."""
     few = list(islice(fields, MAX_PARTS + 1))
     if len(few) > MAX_PARTS:
         raise UnsoundGraphError(f"a {kind} has more than {MAX_PARTS} fields")
@@ -329,20 +332,20 @@ def _limited(fields: Iterable[Field], kind: str) -> list[Field]:
 
 
 def _entry(message: memoryview) -> tuple[str, str]:
-    """Key and value of an external tensor's place."""
+    """Returns the key and value of an entry that says where an external tensor is."""
     entry = dict(_limited(fields_of(message), "entry"))
     return _text(entry.get(1, memoryview(b""))), _text(entry.get(2, memoryview(b"")))
 
 
 def _inside(messages: Iterable[memoryview], path: tuple[int, ...]) -> Iterator[memoryview]:
-    """The messages that lie in others, by the fields from one to the next."""
+    """Yields the messages that are nested in `messages` along a path of field numbers."""
     for message in messages:
         inner = (_message(value) for number, value in fields_of(message) if number == path[0])
         yield from inner if len(path) == 1 else _inside(inner, path[1:])
 
 
 def _integers(value: int | memoryview, max_count: int) -> list[int]:
-    """One integer or a packed list, without signs; one more than `max_count` at the most."""
+    """Returns one unsigned integer, or those of a packed list, at most `max_count` + 1 of them."""
     return [value] if isinstance(value, int) else list(islice(varints(value), max_count + 1))
 
 

@@ -1,4 +1,4 @@
-"""Checks an ONNX file before onnxruntime opens it: valid protobuf, known operators that terminate, weights in the files of the bundle."""
+"""Checks an ONNX file before onnxruntime opens it: valid protobuf, known operators that terminate, weights in the bundle's files only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from edge_runtime.bundle.onnx_file import (
 )
 from edge_runtime.errors import BundleError
 
-# The operators that the exporter writes. Others may name files (EPContext) or code (custom operators), or take any time or memory for a
-# few bytes (Scan, ConstantOfShape, Range).
+# Only operators that the exporter writes are allowed. Others may load files (EPContext) or code (custom operators), or with a few bytes ask
+# for any amount of time or memory (Scan, ConstantOfShape, Range).
 CONTRIB = "com.microsoft"
-# The domain of the kernels' own operators, and of the functions of trusted ones that stand for them where there are no kernels.
+# The domain of the kernels' own operators. The file has a function of each, made of allowed operators, which runs if there are no kernels.
 KERNELS = "edge.mtp"
 CONTRIB_OPS = frozenset(
     ["FusedMatMul", "GatherBlockQuantized", "GroupQueryAttention", "MatMulNBits", "MultiHeadAttention", "RotaryEmbedding"]
@@ -84,13 +84,13 @@ ONNX_OPS = frozenset(
 )
 # The input with the number of iterations of a drafter's Loop, which the runtime sets.
 LOOP_INPUT = "draft_length"
-# Most repetitions by Expand: a causal mask is repeated for each head.
+# The most repetitions by Expand, which repeats a causal mask for each head.
 _MAX_REPEATS = 1024
-# Of a graph with its functions in the places of their calls: nodes, of which 128 experts in each of 30 layers have some 100,000, and
-# bytes of the functions' constants.
+# Limits for a graph in which each call of a function is replaced by its body: nodes (128 experts in each of 30 layers have some 100,000),
+# and bytes of the functions' constants.
 _MAX_NODES, _MAX_CONSTANTS = 1 << 19, 64 << 20
 _ONNX_DOMAINS = ("", "ai.onnx")
-# Bits of an element by TensorProto.DataType; strings (8) have no size and no place in weights.
+# Bits of an element by TensorProto.DataType. Strings (8) are not allowed: they have no fixed size, and no weights are strings.
 _BITS = {
     kind: bits
     for bits, kinds in {
@@ -106,7 +106,7 @@ _BITS = {
 
 
 def check_onnx(path: Path, names: Set[str] | None = None) -> None:
-    """Raises BundleError unless the graph at `path` is valid and has weights only in files of its folder (those of `names` if given)."""
+    """Raises BundleError unless the graph at `path` is valid, with weights only in files of its folder (if given, only in `names`)."""
     data = read_part(path, MAX_GRAPH_BYTES, "graph")
     try:
         _Check(path.parent, names).model(memoryview(data))
@@ -120,7 +120,7 @@ def unsound(path: Path, error: Exception) -> BundleError:
 
 
 def shown(name: bytes) -> str:
-    """Returns a name of a file in the form in which a sentence quotes it."""
+    """Returns a name in a file as messages quote it."""
     return repr(name[:80].decode("utf-8", "replace"))
 
 
@@ -128,7 +128,7 @@ _NO_CONSTANTS: Mapping[bytes, Tensor] = {}
 
 
 class _Check:
-    """Walks through the graphs of one file, holding little of them."""
+    """Walks through the graphs of one file, and keeps little of them in memory."""
 
     def __init__(self, folder: Path, names: Set[str] | None) -> None:
         self._folder = folder
@@ -136,11 +136,11 @@ class _Check:
         self._reader = GraphReader()
         self._sizes: dict[str, int] = {}
         self._inputs: set[bytes] = set()
-        # Initializers by name, and the product of the integers in them.
+        # The product of the integers in each initializer, by name; and the names of shapes of Expand and of iteration counts of Loop.
         self._products: dict[bytes, int] = {}
         self._repeats: list[bytes] = []
         self._loops: list[bytes] = []
-        # How many nodes and bytes of constants come in the place of a function's call; and of the whole graph.
+        # How many nodes and bytes of constants each function has, and the whole graph with functions in place of their calls.
         self._functions: dict[FunctionName, tuple[int, int]] = {}
         self._nodes = self._constants = 0
 
@@ -161,7 +161,7 @@ class _Check:
                 raise UnsoundGraphError(f"a Loop repeats {shown(name)} times, which is not the input {LOOP_INPUT!r}")
 
     def _function(self, name: FunctionName, body: OnnxGraph) -> tuple[int, int]:
-        """Checks a function, which calls no other and holds no graph; returns how many nodes and bytes of constants it has."""
+        """Checks a function, which may contain neither calls nor graphs. Returns its numbers of nodes and of bytes of constants."""
         if name[0] != KERNELS:
             raise UnsoundGraphError(f"it has a function of {name[0][:40]!r}")
         for tensor in body.constants.values():
@@ -178,7 +178,7 @@ class _Check:
         for part in self._reader.parts(message, depth):
             if isinstance(part, Tensor):
                 self._tensor(part)
-                # Where a name stands twice, the greater product counts.
+                # If a name occurs twice, the larger product counts.
                 self._products[part.name] = max(self._products.get(part.name, 1), _product(part))
             elif isinstance(part, Node):
                 self._operator(part, outermost=depth == 1)
@@ -191,7 +191,7 @@ class _Check:
                     raise UnsoundGraphError(f"it has more than {MAX_PARTS} inputs")
 
     def _operator(self, node: Node, *, outermost: bool, shapes: Mapping[bytes, Tensor] = _NO_CONSTANTS) -> None:
-        """Checks a node. `shapes` are constants by which it may repeat, also where it is not in the outermost graph."""
+        """Checks a node. `shapes` are constants that an Expand may use as its shape even if it is not in the outermost graph."""
         operator, domain = node.operator, node.domain
         nodes, constants = self._functions.get(node.function, (1, 0))
         self._nodes, self._constants = self._nodes + nodes, self._constants + constants
@@ -255,7 +255,7 @@ class _Check:
 
 
 def _product(shape: Tensor) -> int:
-    """The product of the integers in a short list; a huge number for any other value."""
+    """Returns the product of the integers in a short list; a huge number for any other tensor."""
     if shape.external is not None or shape.integers is None or prod(shape.shape) > MAX_DIMENSIONS:
         return LARGEST
     return prod(LARGEST if number < 0 else max(1, number) for number in shape.integers)

@@ -1,7 +1,7 @@
 """Checks a tokenizer.json before the tokenizers library parses it, and its components before they run on prompts.
 
-Only the components of Gemma's tokenizers are allowed: others take unlimited time (most regular expressions), grow a prompt without limit,
-or make the library panic.
+Only the components of Gemma's tokenizers are allowed. Others can take unlimited time (most regular expressions), lengthen a prompt without
+limit, or make the library panic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edge_devices.errors import errors_as
 from edge_runtime.bundle.bundle import read_part
 from edge_runtime.errors import BundleError
 
-# Gemma's have 33 MB.
+# Gemma's files have 33 MB.
 MAX_TOKENIZER_BYTES = 256 << 20
 _KINDS = {
     "normalizer": {"Replace"},
@@ -28,15 +28,15 @@ _KINDS = {
 _PATTERNED = ("Replace", "Split")
 _LISTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"}
 _ALL_KINDS = frozenset(kind.encode() for kinds in _KINDS.values() for kind in kinds) | {b"Sequence"}
-# A key of this name has a text as its value only in a component; in a vocabulary it is a token and its value a number.
+# Finds the types of components. A vocabulary may have a token "type" too, but its value is a number.
 _KIND = re.compile(rb'"type"\s*:\s*"([^"]*)"')
 _MAX_PARTS, _MAX_PART_BYTES = 8, 1 << 16
-# One character or class of characters, repeated or not, in each alternative: no match is ever tried a second time, so that a text takes
-# linear time. llama.cpp's own rule for Gemma 4, [^\\n]+|[\\n]+, is one (src/llama-vocab.cpp).
+# Matches regular expressions that take linear time, because they never backtrack: each alternative is one character or character class,
+# with or without +. One example is llama.cpp's own rule for Gemma 4, [^\\n]+|[\\n]+ (src/llama-vocab.cpp).
 _CHARACTER = r"(?:\\[nrtsSdDwW]|[^\\\[\](){}.*+?|^$&-])"
 _ATOM = rf"(?:\[\^?(?:{_CHARACTER}|(?<=\w)-\w)+\]|{_CHARACTER})\+?"
 _LINEAR = re.compile(rf"{_ATOM}(?:\|{_ATOM})*")
-# Most growth of a prompt: a space becomes the three bytes of U+2581.
+# The most by which a prompt may grow in bytes. Gemma's tokenizers need a factor of 3: a space becomes the three bytes of U+2581.
 _MAX_GROWTH = 8
 
 
@@ -104,7 +104,7 @@ def _flat(part: dict[str, Any], inner: str) -> Iterator[dict[str, Any]]:
 def _growth(part: dict[str, Any], path: Path) -> float:
     """Returns the largest factor by which a component lengthens a text.
 
-    A pattern must be text, or a regular expression to split by that takes linear time.
+    Raises BundleError unless its pattern is a plain text, or in a Split a regular expression that takes linear time.
     """
     pattern = part["pattern"].get("String")
     if not pattern:
