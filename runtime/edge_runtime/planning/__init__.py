@@ -1,1 +1,1 @@
-"""What a pair will need and do before it is opened: memory, speed, joules."""
+"""Predictions for a pair before it is opened: memory, speed, joules."""

@@ -1,10 +1,12 @@
-"""How much memory a loaded bundle and its encoder of images and sound will take, computed from its manifest, and the check that it fits.
+"""How much memory a bundle and its encoder of images and sound will take, computed from the manifest; and the check that it fits.
 
-K/V rows and logits are exact for llama.cpp. Activations are estimated from the widest block, because llama.cpp reuses their memory.
-Weights that are mapped, from the bundle's files or from the packed cache, the system can drop and read again, unlike the rest.
+For llama.cpp, the sizes of K/V rows and logits are exact. Activations are estimated from the widest block, because llama.cpp reuses their
+memory. The system can drop weights that are mapped from the bundle's files or from the packed cache, and read them again; it cannot drop
+the rest.
 
-The encoder is checked before its first use: libmtmd copies its file into memory, onnxruntime computes float16 weights as float32, and
-activations, estimated from the towers' sizes as measured, stay allocated for the largest media so far."""
+An encoder is checked before its first use. libmtmd copies its file into memory, and onnxruntime converts float16 weights to float32.
+Activations are estimated from the sizes of the towers, by measurements; the memory for the largest media so far stays allocated.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,15 @@ from edge_runtime.errors import RequestError
 from edge_runtime.media.encoder_inputs import POOLING, Image, Kind
 from edge_runtime.media.soft_rows import Media, row_count
 
-# Float32 vectors of a patch that live at once: of the feed-forward's width, and of the tower's.
+# How many float32 vectors per patch exist at the same time: of the feed-forward's width, and of the vision tower's.
 _WIDE_VECTORS, _VECTORS = 3, 10
-# Of the audio tower's first convolutions, whose shapes every member has, per soft row.
+# Activations of the audio tower's first convolutions, per soft row. Their shapes are the same in all models.
 _SOUND_ROW_BYTES = 160_000
 _GROWTH = {"f16": 2.0}
 
 
 def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
-    """Returns the bytes of the loaded weights that encode an image or a sound; None: of the one GGUF file that holds both encoders."""
+    """Returns the bytes of the loaded encoder of images or of sound; for `kind` None, those of a GGUF file that contains both."""
     if kind is None:
         return sum(file.bytes for file in manifest.files if file.role == MEDIA_ENCODER)
     role = {"image": VISION_ENCODER, "sound": AUDIO_ENCODER}[kind]
@@ -46,7 +48,7 @@ def encoder_weight_bytes(manifest: Manifest, kind: Kind | None = None) -> int:
 
 
 def encoder_activation_bytes(manifest: Manifest, kind: Kind, rows: int) -> int:
-    """Returns the bytes of activations for an image or a sound of so many soft rows; 0 where a projection takes the tower's place."""
+    """Returns the bytes of activations to encode an image or a sound of `rows` soft rows; 0 for a projection instead of a tower."""
     inputs = manifest.media
     if inputs is None:
         return 0
@@ -59,10 +61,10 @@ def encoder_activation_bytes(manifest: Manifest, kind: Kind, rows: int) -> int:
 
 
 class EncoderMemory:
-    """What a session's encoder has taken, and whether the next media fits.
+    """Counts the memory that a session's encoders take, and decides whether the next image or sound fits.
 
-    `one_file` holds the encoders of images and of sound; otherwise each is loaded when it is needed. `limit` is for the whole process, of
-    which the bundle takes `beside`; without one, `available` says what is free.
+    `one_file`: one file contains both encoders; otherwise each is loaded when it is needed. `limit` is for the whole process, in which the
+    bundle takes `beside` bytes; without a limit, `available` returns what is free.
     """
 
     def __init__(
@@ -80,9 +82,9 @@ class EncoderMemory:
         self._activations = 0
 
     def admit(self, media: Media) -> None:
-        """Counts an image or a sound that is to be encoded. Raises RequestError if there is no memory for it."""
+        """Counts an image or a sound before it is encoded. Raises RequestError if there is no memory for it."""
         inputs = self._manifest.media
-        assert inputs is not None  # media come with their inputs
+        assert inputs is not None  # a bundle without media inputs has no encoder
         kind: Kind = "image" if isinstance(media, Image) else "sound"
         loaded = None if self._one_file else kind
         weights = self._weights | {loaded: encoder_weight_bytes(self._manifest, loaded)}
@@ -97,7 +99,7 @@ class EncoderMemory:
         self._weights, self._activations = weights, activations
 
     def _bounds(self, total: int) -> tuple[int, int | None, str]:
-        """Returns the bytes needed, those there are, and a clause about them."""
+        """Returns the bytes that are needed, those that are free, and a clause about the latter."""
         if self._limit is not None:
             return (
                 total,
@@ -108,31 +110,31 @@ class EncoderMemory:
         return total - used, available, "" if available is None else f"{byte_text(available)} are available"
 
 
-# llama.cpp pads contexts and sliding caches to this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
+# llama.cpp pads contexts and sliding caches to multiples of this (src/llama-context.cpp, src/llama-kv-cache-iswa.cpp).
 CELL_STEP = 256
-# Rows of llama.cpp's largest forward.
+# The number of rows in llama.cpp's largest forward.
 BATCH = 512
-# The interpreter with numpy and llama.cpp's libraries, as measured.
+# Measured: the interpreter with numpy and llama.cpp's libraries.
 PROCESS_BYTES = 48 << 20
-# The same with onnxruntime, the tokenizer and the graphs' plans, as measured on the shipped and the widened pair.
+# Measured: the same with onnxruntime, the tokenizer and the graphs' plans, for the shipped and the widened pair.
 _ONNX_PROCESS_BYTES = 85 << 20
-# What of these is mapped from libraries, as measured on a Zen 5.
+# Measured on a Zen 5: the parts of these that are mapped from libraries.
 _CODE_BYTES, _ONNX_CODE_BYTES = 26 << 20, 42 << 20
 _FLOAT, _HALF, _MASK = 4, 2, 2
-# llama.cpp's tables of a vocabulary and those of the tokenizer beside onnxruntime, per token, as measured.
+# Measured, per token of the vocabulary: llama.cpp's tables, and those of the tokenizer that is used with onnxruntime.
 _TOKEN_BYTES, _TOKENIZER_BYTES = 128, 256
-# For manifests without feed_forward_size: no Gemma 4 block is wider than this many times the hidden size.
+# For manifests without feed_forward_size: an upper bound of the width of a Gemma 4 block, as a multiple of the hidden size.
 _WIDEST = 8
-# The drafter's context is opened for this many (backends/llama/context.py, MAX_SEQUENCES).
+# The number of rows that the drafter's context is opened for (backends/llama/context.py, MAX_SEQUENCES).
 _DRAFTER_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
-    """The load options that decide how much memory is taken; sizes in tokens, per sequence. `drafter` is the kind loaded.
+    """The load options that decide how much memory is taken. Sizes are in tokens, per sequence. `drafter` is the kind that is loaded.
 
-    `gives_back`: the pages of a file are given back once they are repacked, as the row kernels do on Linux. `packed_cache`: repacked
-    weights are mapped from a file of the user's cache.
+    `gives_back`: the pages of a file are released after repacking, as the row kernels do on Linux. `packed_cache`: repacked weights are
+    mapped from a file in the user's cache.
     """
 
     context: int
@@ -148,12 +150,16 @@ class MemoryRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose: the process itself, mapped files, repacked copies of weights, K/V rows, and activations with logits.
+    """Bytes by purpose.
 
-    `given_back` are those of the mapped files that do not stay in memory beside their copies, `tables` those of embeddings: a token reads a
-    row, and the rest stays on the disk. `mapped_copies` are those of the copies that are mapped from the packed cache, so that the system
-    can drop them too: all but the drafter's. `code` are those of the process that are mapped from libraries, `prompts` those of the buffers
-    that only a prompt of many rows touches.
+    - `process`: the process itself; `code` of it is mapped from libraries.
+    - `weights`: mapped files. `given_back` of them are released once they are repacked. `tables` of them are embedding tables, of which a
+      token reads only one row, so most of their pages stay on the disk.
+    - `repacked`: repacked copies of weights. `mapped_copies` of them are mapped from the packed cache, so that the system can drop them
+    too;
+      that is all but the drafter's.
+    - `cache`: K/V rows.
+    - `buffers`: activations and logits; `prompts` of it is used only by a prompt of many rows.
     """
 
     process: int
@@ -169,17 +175,17 @@ class MemoryPlan:
 
     @property
     def mapped(self) -> int:
-        """All bytes of the address space."""
+        """All bytes of the address space that are taken."""
         return self.process + self.weights + self.repacked + self.cache + self.buffers
 
     @property
     def total(self) -> int:
-        """The resident size of a process that has touched every page but those of tables, repacked weights before they were given back."""
+        """The resident size of the process after every page was used, except those of tables and those given back after repacking."""
         return self.mapped - self.given_back - self.tables
 
     @property
     def reserved(self) -> int:
-        """Bytes that the system cannot reclaim: everything but what is mapped from files."""
+        """Bytes that the system cannot reclaim: everything that is not mapped from files."""
         return self.process - self.code + self.cache + self.buffers + self.repacked - self.mapped_copies
 
     @property
@@ -189,25 +195,25 @@ class MemoryPlan:
 
     @property
     def with_short_prompts(self) -> int:
-        """Bytes of the total without what only long prompts touch."""
+        """The total without the memory that only long prompts use."""
         return self.total - self.prompts
 
     @property
     def enough(self) -> int:
-        """Bytes with which no weight is read from disk twice: each is there once, as a mapped page or as a repacked copy."""
+        """Bytes with which no weight is read from disk twice: each is in memory once, as a mapped page or as a repacked copy."""
         return self.process + self.cache + self.buffers + max(self.weights - self.tables, self.repacked)
 
     def minimum(self, read_bytes: float) -> float:
-        """Bytes with which a token's own weights (`read_bytes`; of experts those in use) stay in memory, without repacked copies."""
+        """Bytes with which the weights that a token reads (`read_bytes`; only active experts) stay in memory, without repacked copies."""
         own = min(read_bytes, self.weights) if self.weights > self.tables else self.repacked
         return self.process + self.cache + self.buffers + own
 
 
 def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
-    """Returns the bytes that the bundle's ONNX graphs take: all weights are copied but tables, which are mapped and read by rows, and K/V
-    rows are float32.
+    """Returns the bytes that the bundle's ONNX graphs take.
 
-    A prompt's wide rows live once, as the gates are one operator.
+    All weights are copied, except tables, which are mapped and read by rows. K/V rows are float32. A prompt's rows of the feed-forward's
+    width exist only once at a time, because gate and up projections are one operator.
     """
     own = manifest.architecture
     wide = (own.feed_forward_size or _WIDEST * own.hidden_size) + 3 * own.hidden_size + 2 * own.layers * (own.per_layer_size or 0)
@@ -232,15 +238,15 @@ def onnx_memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
 
 
 def _table_share(own: Architecture) -> float:
-    """The share of a target's bytes that its table of per-layer embeddings takes, whose bits are taken for the mean of all weights.
+    """Returns the share of a target's bytes that its table of per-layer embeddings takes, assuming the mean bits of all weights for it.
 
-    Other embeddings are the head too.
+    The other embedding table does not count as a table, because it is the output head too.
     """
     return min(1.0, own.vocab_size * own.layers * (own.per_layer_size or 0) / max(1, own.parameters))
 
 
 def rotation_bytes(rotations: Sequence[Rotation], layout: CacheLayout, positions: int) -> int:
-    """Returns the bytes of the tables of cosines and sines, float32 and, for buffers of float16, those too."""
+    """Returns the bytes of the tables of cosines and sines in float32, and also in float16 if there are float16 buffers."""
     each = 2 * (_FLOAT + _HALF * any(buffer.dtype == "f16" for buffer in layout.buffers))
     return sum(each * positions * (rotation.head_dim // 2) for rotation in rotations)
 
@@ -249,7 +255,7 @@ def memory_plan(manifest: Manifest, request: MemoryRequest) -> MemoryPlan:
     """Returns the bytes that the bundle takes when loaded with these options."""
     files = _files(manifest.files, request.drafter)
     weights, repacked = sum(file.bytes for file in files), _repacked(manifest, files) if request.repack else 0
-    # llama.cpp reads whole files ahead where it packs their weights (kernels/src/ggml/register.cpp).
+    # Without the packed cache, llama.cpp reads whole files ahead to pack their weights (kernels/src/ggml/register.cpp).
     mapped = request.packed_cache and request.gives_back and repacked > 0
     target = sum(file.bytes for file in files if file.role == "target")
     tables = min(int(target * _table_share(manifest.architecture)), max(0, weights - repacked)) if mapped else 0
@@ -289,21 +295,23 @@ def largest_context(manifest: Manifest, request: MemoryRequest, fits: Callable[[
 
 
 def smaller_kv_type(manifest: Manifest, request: MemoryRequest, fits: Callable[[MemoryPlan], bool]) -> KvType | None:
-    """Returns the best KV type below the requested one whose plan fits; None if none does."""
+    """Returns the most precise KV type below the requested one whose plan fits; None if none does."""
     below = KV_TYPES[KV_TYPES.index(request.kv_type) + 1 :]
     return next((kind for kind in below if fits(memory_plan(manifest, replace(request, kv_type=kind)))), None)
 
 
 def memory_bytes(limit: str | int) -> int:
-    """Returns the bytes of "2GB", "512 MiB" or a number of bytes. Raises ConfigError for anything else."""
+    """Returns the bytes of a limit such as "2GB", "512 MiB" or a number of bytes. Raises ConfigError for anything else."""
     SIZE("the memory limit", limit)
     return bytes_of(limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRoom:
-    """Bytes there are for a bundle: a limit that the user set for the process, or else what the machine has available, and what the system
-    lets this process map beside what it has mapped (`address_space`). None: not limited, or not known.
+    """The bytes that a bundle may take. None: no limit, or unknown.
+
+    `limit` was set by the user for the process; without it, `available` is what the machine has free. `address_space` is how much more the
+    system lets this process map.
     """
 
     limit: int | None = None
@@ -314,11 +322,11 @@ class MemoryRoom:
 def check_memory(
     manifest: Manifest, request: MemoryRequest, room: MemoryRoom, notify: Callable[[str], None] = lambda _: None
 ) -> MemoryPlan:
-    """Returns the plan. Raises RequestError if its reserved bytes exceed a limit or, without a limit, the available memory, or if what is
-    mapped exceeds the address space.
+    """Returns the plan. Raises RequestError if its reserved bytes exceed the limit (without a limit, the available memory), or if its
+    mapped bytes exceed the address space.
 
-    Mapped weights count against the address space alone, because the system may drop them and read them again; if they will not all stay
-    in memory, `notify` gets a warning, since that is slow.
+    Mapped weights count only against the address space, because the system can drop them and read them again. That is slow, so `notify`
+    gets a warning if they will not all stay in memory.
     """
     plan = memory_plan(manifest, request)
     if request.repack:
@@ -326,7 +334,7 @@ def check_memory(
             if _known_mix(file) is None:
                 notify(f"{file.path} is of the unknown type {file.quantization!r}: a repacked copy is planned as large as the file.")
     available = room.available if room.limit is None else None
-    address_space = None if room.address_space is None else room.address_space + plan.process  # which is mapped already
+    address_space = None if room.address_space is None else room.address_space + plan.process  # the process itself is mapped already
     for fits, size, where in (
         (address_space, "mapped", "{} of address space are left for it (ulimit -v)"),
         (room.limit, "reserved", "the limit is {}"),
@@ -345,9 +353,9 @@ def check_memory(
 def check_memory_without_copies(
     manifest: Manifest, request: MemoryRequest, room: MemoryRoom, notify: Callable[[str], None] = lambda _: None
 ) -> bool:
-    """Checks as `check_memory`; where only repacked copies of the weights do not fit into what the machine has, checks without them.
+    """Checks as `check_memory` does. If the bundle does not fit only because of repacked copies of the weights, accepts it without them.
 
-    Returns whether there may be copies.
+    Under a limit of the user, it must fit with copies. Returns whether copies may be made.
     """
     try:
         check_memory(manifest, request, room, notify)
@@ -367,7 +375,7 @@ def check_memory_without_copies(
 
 
 def _cells(layout: CacheLayout, request: MemoryRequest) -> tuple[int, int]:
-    """Cells of a full and of a sliding layer (src/llama-kv-cache-iswa.cpp): the sliding ones hold each sequence's window and a batch."""
+    """Returns the cells of a full and of a sliding layer, which has each sequence's window and a batch (src/llama-kv-cache-iswa.cpp)."""
     full = _padded(request.context) * request.sequences
     window = layout.sliding.window if layout.sliding else None
     return full, _padded(min(full, (window or full) * request.sequences + request.batch)) if layout.sliding else 0
@@ -387,8 +395,10 @@ def _files(files: Sequence[BundleFile], drafter: str | None) -> list[BundleFile]
 
 
 def _repacked(manifest: Manifest, files: Sequence[BundleFile]) -> int:
-    """Matrices are repacked, the head among them; the target's embedding tables are not. Of an unknown mix of types a copy is as large as
-    the file."""
+    """Returns the bytes of repacked copies. Matrices are repacked, including the head, but not the target's embedding tables.
+
+    For an unknown mix of types, the copy is assumed to be as large as the file.
+    """
     own = manifest.architecture
     tables = {"target": own.vocab_size * (own.hidden_size + own.layers * (own.per_layer_size or 0)), "drafter": 0}
     weights = {"target": own.parameters, "drafter": own.drafter_parameters}
@@ -425,7 +435,7 @@ def _buffers(manifest: Manifest, request: MemoryRequest) -> int:
 
 
 def _logits(own: Architecture, rows: int, vocabulary: int) -> int:
-    """A row is computed in one buffer and copied to another, together with its hidden state."""
+    """Returns the bytes of logits: each row is computed in one buffer and copied to another, together with its hidden row."""
     return rows * (2 * vocabulary + own.hidden_size) * _FLOAT
 
 

@@ -1,9 +1,9 @@
 """Predicts speed, best draft length and joules of a pair on a device, as ranges, from its manifest and the speed of the device.
 
-A forward of n rows reads every weight once and computes each row: fixed cost of the layers + bytes / bandwidth + n x operations / rate.
-At best the first row is computed while the weights are read, and the larger of the two times counts: the roofline model (Williams et al.
-2009, doi 10.1145/1498765.1498785).
-Expected tokens of a round that drafts k: (1 - a^(k+1)) / (1 - a) at acceptance a (Leviathan et al. 2023, arXiv 2211.17192).
+A forward of n rows reads every weight once and computes each row, so it takes: fixed cost of the layers + bytes / bandwidth + n x
+operations / rate. At best the first row is computed while the weights are read, so that only the larger of the two times counts: the
+roofline model (Williams et al. 2009, doi 10.1145/1498765.1498785). A round that drafts k tokens emits (1 - a^(k+1)) / (1 - a) expected
+tokens at acceptance a (Leviathan et al. 2023, arXiv 2211.17192).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from edge_runtime.planning.memory import (
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The lowest, a middle and the highest expected value."""
+    """The lowest, a middle, and the highest expected value."""
 
     low: float
     middle: float
@@ -45,11 +45,11 @@ class Range:
 
     @classmethod
     def between(cls, low: float, high: float) -> Range:
-        """Returns the range whose middle is the geometric mean."""
+        """Returns the range with the geometric mean as its middle."""
         return cls(low=low, middle=math.sqrt(low * high), high=high)
 
     def plus(self, other: Range) -> Range:
-        """Returns the sum of two values that are low together and high together."""
+        """Returns the range of the sum of two values that are low or high together."""
         return Range(low=self.low + other.low, middle=self.middle + other.middle, high=self.high + other.high)
 
     def times(self, factor: float) -> Range:
@@ -58,25 +58,26 @@ class Range:
 
 
 def deviation(measured: float, predicted: Range) -> str:
-    """Returns how far the middle prediction is from the measurement (as a share of it, unless one is 0), and whether it is in the range."""
+    """Says how far the middle prediction is from the measurement (as a share of it, unless one is 0), and if that is in range."""
     inside = "in range" if predicted.low <= measured <= predicted.high else "OUT OF RANGE"
     if not measured or not predicted.middle:
         return f"{predicted.middle - measured:+.2g}, {inside}"
     return f"{predicted.middle / measured - 1:+.0%}, {inside}"
 
 
-# Tokens per second below which nobody reads along, and how much memory devices have, of which programs can have this share.
+# The slowest useful speed, in tokens per second; common memory sizes of devices; and the share of the memory that programs can use.
 SLOWEST, DEVICE_GB, DEVICE_SHARE = 2.0, (2, 4, 6, 8, 12, 16, 24, 32, 64), 0.75
-# Of the speed of few rows with quantized weights: a batch of rows computes each in this share of the time at best (as a prefill), and float
-# weights, which encoders have, take longer at worst.
+# An encoder's time per row, relative to that of few rows with quantized weights: at best it is shorter, as in the batches of a prefill; at
+# worst it is longer, because encoders have float weights.
 _FASTER, _SLOWER = 0.4, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """An image of `rows` soft rows: seconds of the encode phase and of the prefill, joules of both (None: the watts are not known).
+    """The predictions for an image of `rows` soft rows: seconds to encode it and to prefill its rows, and the joules of both.
 
-    `encoder_bytes` are those of the loaded encoder and of its activations, which are taken at the first image.
+    `joules` is None if the watts are not known. `encoder_bytes` is the memory of the encoder and its activations, which is allocated at the
+    first image.
     """
 
     rows: int
@@ -88,9 +89,9 @@ class ImagePlan:
 
 
 def image_plan(manifest: Manifest, operations: Range, prefill: Range, power: PhasePower | None) -> ImagePlan | None:
-    """Returns the plan of an image; None for a bundle without an encoder in GGUF, or made before its sizes were noted.
+    """Returns the predictions for an image; None if the bundle has no GGUF encoder, or is too old to state its sizes.
 
-    `operations` are those per second of a forward of few rows, `prefill` is in rows per second.
+    `operations` is the speed of a forward of few rows in operations per second, `prefill` in rows per second.
     """
     media = manifest.media
     if media is None or media.vision is None or not any(file.role == MEDIA_ENCODER for file in manifest.files):
@@ -112,7 +113,7 @@ def image_plan(manifest: Manifest, operations: Range, prefill: Range, power: Pha
 
 
 def image_operations(vision: VisionSize, text_size: int, rows: int) -> float:
-    """Returns the operations of the encoder for an image of `rows` soft rows."""
+    """Returns the number of operations to encode an image of `rows` soft rows."""
     size, out = vision.hidden_size, 2.0 * rows * vision.hidden_size * text_size
     if vision.layers is None or vision.feed_forward_size is None:
         return out + 2.0 * rows * 3 * SIDE**2 * size
@@ -121,29 +122,29 @@ def image_operations(vision: VisionSize, text_size: int, rows: int) -> float:
     return out + 2.0 * patches * 3 * PATCH**2 * size + vision.layers * layer
 
 
-# Seconds to start a forward, and seconds per layer for starting its kernels and synchronizing threads: what remains for pairs so small
-# that reading and computing do not matter. Assumed from one small pair on one machine.
+# Seconds to start a forward, and seconds per layer to start its kernels and to synchronize threads. They are what remains for pairs so
+# small that reading and computing take no time. Assumed from one small pair on one machine.
 FORWARD_SECONDS = (50e-6, 300e-6)
 LAYER_SECONDS = (10e-6, 60e-6)
-# Acceptance of a draft given that the ones before it were accepted: text that is hard and text that is easy to predict.
+# The acceptance of a draft if those before it are accepted: for text that is hard, and for text that is easy to predict.
 ACCEPTANCE = (0.5, 0.85)
-# Rows of a prefill's batch are computed together, so a row costs at best this share of one more row in a small batch.
+# The rows of a prefill's batch are computed together, so at best a row takes this share of the time of one more row in a small batch.
 PREFILL_SHARE = 0.4
-# A prompt as agents and documents bring; its first token is predicted.
+# The prompt length for which the time to the first token is predicted, typical of agents and documents.
 PROMPT_TOKENS = 2000
-# A sparse head reads its centroids and the rows of the few clusters that they point to.
+# A sparse head reads its centroids and the rows of a few clusters: this share of the dense head.
 SPARSE_SHARE = 1 / 32
-# No Gemma 4 block has wider attention than this many times the hidden size (queries, keys, values and output together).
+# An upper bound of the attention weights of a Gemma 4 layer (queries, keys, values and output), as a multiple of the hidden size squared.
 _ATTENTION = 8
 DRAFTER_ROLES = {"dense": ("drafter",), "split": ("drafter", "drafter_head")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedProfile:
-    """Speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources.
+    """The speed of a device: bytes read per second, and operations per second in a forward of few rows. `*_from` name their sources.
 
-    `memory_available` is in bytes, None for a device that is not here; `largest_gb` is the most that such a device is sold with, if known;
-    `load` says what disturbed the probes, if anything did.
+    `memory_available` is in bytes, None for a device other than this machine. `largest_gb` is the largest memory that such a device is sold
+    with, if known. `load` says what disturbed the probes, if anything.
     """
 
     name: str
@@ -158,9 +159,14 @@ class SpeedProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFacts:
-    """Sizes of a pair: bytes that a forward and a draft step read, weights that a row is multiplied with (and how many of them are the
-    head's, which a prefill leaves out), those of them that a prompt's row needs for K and V, layers, and bytes of K/V rows that a row
-    attends to when the context is full."""
+    """The sizes of a pair that determine its speed.
+
+    - `target_bytes`, `step_bytes`: bytes of weights that a forward and a draft step read.
+    - `parameters`, `drafter_parameters`: how many weights a row is multiplied with.
+    - `head_parameters`: those of `parameters` that belong to the output head, which a prefill skips.
+    - `prompt_parameters`: those of `parameters` that a prompt's row needs for its K and V.
+    - `kv_bytes`: bytes of the K/V rows that a row attends to if the context is full.
+    """
 
     target_bytes: float
     step_bytes: float
@@ -175,11 +181,14 @@ class PairFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedPlan:
-    """The predictions: speeds in tokens per second, the draft step in seconds, the best draft length with its range, joules per token (None
-    where the power is not known).
+    """The predictions for a pair on a device.
 
-    `first_token_seconds` are those until the first token after a prompt of `prompt_tokens`. `verify_seconds[n - 1]` is the middle
-    prediction for n rows. `derived` explains how each figure was computed. `answers` is what the export keeps of the model's, in words.
+    - `prefill`, `plain`, `drafted`: tokens per second of a prompt, of plain decoding, and with drafts.
+    - `first_token_seconds`: time to the first token after a prompt of `prompt_tokens`.
+    - `step_seconds`: of a draft step; `verify_seconds[n - 1]`: the middle prediction for a verify of n rows.
+    - `draft_length`: lowest, middle and highest prediction of the best length.
+    - `joules_*`: None if the power is not known.
+    - `derived`: explains how each figure was computed; `answers`: the quality of the export in words.
     """
 
     device: str
@@ -203,7 +212,7 @@ class SpeedPlan:
     answers: str = ""
 
     def decision(self) -> tuple[bool, str]:
-        """Returns whether the pair is worth running on the device, and the sentence that says why."""
+        """Returns whether the pair is worth running on the device, and a sentence that says why."""
         enough, free = self.memory.enough, self.memory_available
         if free is not None and enough > free:
             return False, f"no: it needs {byte_text(enough)} of memory and {byte_text(free)} are available; take a smaller size or context"
@@ -236,19 +245,19 @@ _FORMATS = {"llama": ("gguf",), "onnx": ("onnx", "onnx_data")}
 
 
 def of_backend(manifest: Manifest, backend: str | None) -> Manifest:
-    """Returns the manifest without the other backend's models; `backend` is llama or onnx, None leaves it as it is."""
+    """Returns the manifest without the other backend's models. `backend` is llama or onnx; None returns the manifest unchanged."""
     others = [name for kind, formats in _FORMATS.items() if backend not in (None, kind) for name in formats]
     return replace(manifest, files=tuple(file for file in manifest.files if file.format not in others))
 
 
 def is_onnx(manifest: Manifest) -> bool:
-    """Whether a plan is about ONNX graphs: where there is no target in another format."""
+    """Whether a plan is about ONNX graphs: they are used if there is no target in another format."""
     targets = {file.format for file in manifest.files if file.role == "target"}
     return "onnx" in targets and not targets - {"onnx"}
 
 
 def role_bytes(manifest: Manifest) -> dict[str, int]:
-    """Returns the bytes of weights by role, of ONNX graphs with their data: the head is the target's."""
+    """Returns the bytes of weights by role. Those of ONNX graphs include their data, and the head counts as part of the target."""
     formats = _FORMATS["onnx" if is_onnx(manifest) else "llama"]
     sizes: dict[str, int] = {}
     for file in manifest.files:
@@ -259,12 +268,12 @@ def role_bytes(manifest: Manifest) -> dict[str, int]:
 
 
 def sparse_share(own: Architecture) -> float:
-    """The share of a drafter's weights that a step with the sparse head reads."""
+    """Returns the share of a drafter's weights that a draft step with the sparse head reads."""
     return 1 - (1 - SPARSE_SHARE) * min(1.0, own.vocab_size * own.drafter_hidden_size / max(1, own.drafter_parameters))
 
 
 def pair_facts(manifest: Manifest, drafter: str, context: int, kv_type: KvType) -> PairFacts:
-    """Returns the sizes of the pair of a manifest; `drafter` is dense or split. Embedding tables are not read as a whole."""
+    """Returns the sizes of the pair in a manifest; `drafter` is dense or split. Embedding tables do not count: few rows are read."""
     own, sizes = manifest.architecture, role_bytes(manifest)
     read = read_parameters(own)
     sparse = drafter == "split" or (is_onnx(manifest) and own.ordered_embeddings)
@@ -297,9 +306,9 @@ def manifest_plan(
     power: PhasePower | None = None,
     packed_cache: bool = True,
 ) -> SpeedPlan:
-    """Returns the plan for a pair's GGUF files, or else its ONNX graphs; `drafter` None takes the split one if the pair has it.
+    """Returns the plan for a pair's GGUF files, or for its ONNX graphs if it has no GGUF target. Raises RequestError if a model is missing.
 
-    Raises RequestError if there is no target, or not the drafter.
+    `drafter` None takes the split drafter if the pair has one.
     """
     roles, onnx = set(role_bytes(manifest)), is_onnx(manifest)
     there = [kind for kind, needed in DRAFTER_ROLES.items() if roles.issuperset(needed)]
@@ -331,11 +340,11 @@ def manifest_plan(
 def speed_plan(
     facts: PairFacts, device: SpeedProfile, memory: MemoryPlan, longest: int, power: PhasePower | None, prompt_tokens: int = PROMPT_TOKENS
 ) -> SpeedPlan:
-    """Returns the predictions for drafts of at most `longest` tokens; with joules if the watts of each phase are known."""
+    """Returns the predictions for drafts of at most `longest` tokens, with joules if the watts of the phases are known."""
     ends = [_Scene.of(facts, device, i) for i in (0, 1, 2)]
     slow, middle, fast = ends
     best = [scene.best(longest) for scene in ends]
-    # The best length rises with the acceptance and falls with a row's cost: its range lies between opposite ends of the two.
+    # The best length rises with the acceptance and falls with the cost of a row, so its extremes are at opposite ends of the two.
     mixed = [_Scene.of(facts, device, rows, accept) for rows, accept in itertools.product((0, 2), repeat=2)]
     lengths = [scene.best(longest) for scene in mixed]
     joules = prompt_joules = None
@@ -366,7 +375,7 @@ def speed_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class _Scene:
-    """One set of assumptions: seconds of a forward without rows, of a row, of a draft step and of a row of a prefill; and an acceptance."""
+    """One set of assumptions: an acceptance, and the seconds of a forward without rows, a row, a draft step, and a prefill's row."""
 
     base: float
     row: float
@@ -376,7 +385,7 @@ class _Scene:
 
     @classmethod
     def of(cls, facts: PairFacts, device: SpeedProfile, number: int, accept: int | None = None) -> _Scene:
-        """`number` 0 takes the slow end of every assumption, 1 the middle, 2 the fast end; `accept` does so for the acceptance alone."""
+        """`number` 0 takes the slow end of every assumption, 1 the middle, 2 the fast end; `accept` overrides it for the acceptance."""
 
         def pick(values: Range) -> float:
             return (values.low, values.middle, values.high)[number]
@@ -387,10 +396,10 @@ class _Scene:
         bandwidth, start, layer = pick(device.bandwidth), pick_seconds(FORWARD_SECONDS), pick_seconds(LAYER_SECONDS)
         kv = facts.kv_bytes * (1.0, 0.5, 0.0)[number]
         row, step_row = (2 * weights / pick(device.operations) for weights in (facts.parameters, facts.drafter_parameters))
-        # Stock kernels of llama.cpp compute all layers of a prompt's rows.
+        # At worst, llama.cpp's stock kernels compute all layers for all rows of a prompt.
         prompt = facts.prompt_parameters if number else facts.parameters - facts.head_parameters
         reading, step_reading = (facts.target_bytes + kv) / bandwidth, facts.step_bytes / bandwidth
-        if number == 2:  # reading and the first row's arithmetic at the same time
+        if number == 2:  # at best, the first row is computed while the weights are read
             reading, step_reading = max(reading - row, 0.0), max(step_reading - step_row, 0.0)
         return cls(
             base=start + facts.layers * layer + reading,
@@ -424,7 +433,7 @@ def _range(values: Any) -> Range:
 
 
 def read_parameters(own: Architecture) -> float:
-    """Returns how many weights a row is multiplied with: per-layer embeddings are looked up, and only the active experts are read."""
+    """Returns how many weights a row is multiplied with. Per-layer embeddings are only looked up, and only the active experts are read."""
     matrices = max(0, own.parameters - own.vocab_size * own.layers * (own.per_layer_size or 0))
     if own.feed_forward_size is None:
         return matrices
@@ -459,39 +468,42 @@ def _derived(facts: PairFacts, device: SpeedProfile, slow: _Scene, fast: _Scene,
     }
 
 
-# Bytes per second that forwards of one row read on two cores of a Xeon (22 November 2026), assumed of all processors; and weights that
-# stay in a processor's caches, at the speed of these.
+# Computed costs: the figures that a session starts with if nothing was measured on the machine.
+
+# The bandwidth of forwards of one row, assumed for all processors; measured on two cores of a Xeon (22 November 2026). Weights of up to
+# CACHE_BYTES stay in the processor's caches, whose bandwidth is higher.
 BANDWIDTH = 20e9
 CACHE_BYTES, CACHE_BANDWIDTH = 16 << 20, 100e9
-# Seconds of each forward that do not depend on the weights, such as calls, choosing tokens and Python, with the project's kernels and with
-# stock ones; and of each of its rows. Measured with small pairs, and so are the seconds of drafts below.
+# Seconds per forward that do not depend on the weights (calls, choosing tokens, Python), with the project's kernels and with stock ones;
+# and seconds per row. These and the seconds of drafts below were measured with small pairs.
 CALL_SECONDS, STOCK_CALL_SECONDS, ROW_SECONDS = 0.25e-3, 0.6e-3, 0.02e-3
-# What a further row takes of the first one's reading: with the project's kernels on integer products of 64 bytes or of matrices, with its
-# other kernels, and with stock ones. The first and the last are measured (docs/results.md), the second is assumed.
+# The time of each further row, as a share of reading the weights once. In order: the project's kernels with wide integer products (64
+# bytes, or matrix instructions), its other kernels, stock kernels. The first and the last are measured (docs/results.md), the second is
+# assumed.
 WIDE_KERNELS = ("avx512vnni", "avxvnni", "i8mm")
 WIDE_ROW, NARROW_ROW, STOCK_ROW = 0.07, 0.2, 0.25
-# How many times as long stock kernels take for one row, by the format of the files (E2B's shapes, two cores of a Xeon, 22 November 2026).
+# How many times longer stock kernels take for one row, by file format (E2B's shapes, two cores of a Xeon, 22 November 2026).
 STOCK_FIRST = {"gguf": 2.0, "onnx": 1.7}
-# Seconds of starting a draft and of each of its steps, beside reading the drafter's weights: with the project's kernels, which draft in one
-# call, and with stock ones.
+# Seconds to start a draft, and seconds per draft step besides reading the drafter's weights: with the project's kernels, which make a whole
+# draft in one call, and with stock ones.
 DRAFT_SECONDS, STEP_SECONDS = 0.05e-3, 0.03e-3
 STOCK_DRAFT_SECONDS, STOCK_STEP_SECONDS = 0.3e-3, 0.2e-3
-# A drafter that is no model copies from the text.
+# Seconds per token of prompt lookup, which only copies from the text.
 COPY_SECONDS = 10e-6
 
 
 def row_reads(manifest: Manifest, format: str) -> float:
-    """Returns how many bytes of weights a forward of one row reads, by the target's files of a `format`, such as gguf."""
+    """Returns how many bytes of weights a forward of one row reads from the target's files of this `format`, such as gguf."""
     size = sum(file.bytes for file in manifest.files if file.format.startswith(format) and file.role.startswith("target"))
     return size * min(1.0, read_parameters(manifest.architecture) / max(1, manifest.architecture.parameters))
 
 
 def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_kernels: str | None) -> MeasuredCosts:
-    """Returns the costs by the files of a `format`, such as gguf; `row_kernels` names the kernels that multiply, None for stock ones.
+    """Returns costs that follow from the files of this `format`, such as gguf. `row_kernels` names the project's kernels in use, or None.
 
-    A session starts with them where nothing was measured. A forward of one row reads every weight once, so it takes the bytes over the
-    bandwidth, and a fixed part; a further row takes a share of the reading, by the kernels. The proportions decide how much is drafted. The
-    first rounds replace all of it, so none of it needs to be exact.
+    A forward of one row reads every weight once, so it takes a fixed time and bytes / bandwidth. Each further row takes a share of the time
+    of reading, which depends on the kernels. Only the proportions matter to draft lengths, and the first rounds correct them, so the
+    figures need not be exact.
     """
     reads, slower = row_reads(manifest, format), STOCK_FIRST[format] if row_kernels is None else 1.0
     further = STOCK_ROW if row_kernels is None else WIDE_ROW if row_kernels in WIDE_KERNELS else NARROW_ROW
@@ -504,12 +516,12 @@ def computed_costs(manifest: Manifest, format: str, drafter: DrafterKind, row_ke
         read = (sizes.get("drafter", 0) + sizes.get("drafter_data", 0)) * share
         if row_kernels is None:
             step, overhead = STOCK_STEP_SECONDS + read / BANDWIDTH, STOCK_DRAFT_SECONDS
-        else:  # a large target's forward leaves nothing of the drafter in the caches
+        else:  # a forward of a large target evicts the drafter's weights from the caches
             step, overhead = STEP_SECONDS + _reading(read), DRAFT_SECONDS + (read / BANDWIDTH if reads > CACHE_BYTES else 0.0)
     verify = tuple(first + row * n for n in range(MAX_ROWS))
     return MeasuredCosts(verify=verify, step=step, overhead=overhead, timings=(0,) * MAX_ROWS)
 
 
 def _reading(weights: float) -> float:
-    """Returns the seconds of reading so many bytes of weights."""
+    """Returns the seconds to read this many bytes of weights."""
     return weights / (CACHE_BANDWIDTH if weights <= CACHE_BYTES else BANDWIDTH)

@@ -1,4 +1,4 @@
-"""The speed of a device: read from a profile, or measured on this machine by two short probes."""
+"""The speed of a device: taken from a profile, or measured on this machine by two short probes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from edge_devices.machine.system import System
 from edge_runtime.errors import RequestError
 from edge_runtime.planning.speed import Range, SpeedProfile
 
-# Share of a memory type's peak that a processor is assumed to read at.
+# The lowest and highest expected ratios of the speed in a forward to a known speed.
+
+# To the peak bandwidth of the memory: assumed for processors.
 OF_PEAK = (0.35, 0.75)
-# Bandwidth in a forward / bandwidth of the probe: kernels unpack weights and synchronize; other load on the machine slows the probe too.
+# To the bandwidth of the probe: a forward also unpacks weights and synchronizes threads; but other load on the machine may slow the probe.
 OF_READ = (0.7, 1.1)
-# Operations per second of a forward of few rows / of a large float32 product: 8-bit arithmetic is faster, few rows fill the units less.
+# To the operations per second of a large float32 product: 8-bit arithmetic is faster, but few rows use the units less fully.
 OF_PRODUCT = (0.4, 1.6)
-# Assumed operations per byte read, for profiles that do not list arithmetic speed: few cores, and many cores or matrix units.
+# Operations per byte read, assumed for profiles without arithmetic speed: of few cores, and of many cores or matrix units.
 BALANCE = (6.0, 45.0)
-# The same of a GPU or NPU that reads the processor's memory, as those of phones, laptops and boards do; nothing was measured on one.
+# The same figures for a GPU or NPU that shares the processor's memory, as in phones, laptops and boards. Nothing was measured on one.
 SHARED_OF_PEAK, SHARED_OF_READ, SHARED_BALANCE = (0.35, 0.9), (0.7, 1.5), (2.0, 60.0)
 _SHARED = "estimated, as nothing was measured on one: it shares the processor's memory, at"
-# Side of the matrices of that product, and how often it is timed.
+# The size of the matrices of the float32 product, and how often it is timed.
 _SIDE, _TIMES = 768, 6
 
 
 def speed_profile(name: str | None, threads: int | None, *, accelerator: str | None = None) -> SpeedProfile:
-    """Returns the speed from a profile, or measures this machine with two probes of some tenths of a second.
+    """Returns the speed in the profile `name`; None: measures this machine with two probes, each of some tenths of a second.
 
-    That of a GPU or NPU, `accelerator`, is estimated from the memory that it shares with the processor; boards with memory of their own
-    are faster. Raises DeviceError, or RequestError for a profile without memory speed.
+    The speed of a GPU or NPU, `accelerator`, is estimated from the memory that it shares with the processor; a board with its own memory is
+    faster. Raises DeviceError, or RequestError for a profile without memory speed.
     """
     if accelerator is None:
         return _profile_speed(name) if name is not None else _machine_speed(threads)
@@ -51,7 +53,7 @@ def speed_profile(name: str | None, threads: int | None, *, accelerator: str | N
 
 
 def _shared(machine: SpeedProfile, ends: tuple[float, ...], source: str) -> SpeedProfile:
-    """The speed of a device that reads a processor's memory at that many bytes per second."""
+    """Returns the speed of a device that reads the processor's memory with a bandwidth between these `ends`, in bytes per second."""
     return replace(
         machine,
         bandwidth=Range.between(*ends),
@@ -108,9 +110,10 @@ def _machine_speed(threads: int | None) -> SpeedProfile:
 
 
 def product_operations(processors: int) -> float:
-    """Returns float32 operations per second of a numpy matrix product on so many processors, the best of several runs.
+    """Returns the float32 operations per second of a matrix product on this number of processors, by the best of several runs.
 
-    numpy's BLAS takes all of them, or one: that of a device package, and where OPENBLAS_NUM_THREADS says so. What it took is counted.
+    numpy's BLAS may use all processors, or only one: that of a device package does, or OPENBLAS_NUM_THREADS may say so. So the result is
+    scaled from the processor time that was used.
     """
     matrix = np.ones((_SIDE, _SIDE), dtype=np.float32)
     best, used = float("inf"), 1.0
