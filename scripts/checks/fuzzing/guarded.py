@@ -54,18 +54,18 @@ def guarded_arrays() -> Iterator[None]:
 
     Whatever reads beyond an array that passed the checks then ends the process.
     """
-    checked = loader.handed
+    checked = loader.address_of
 
-    def handed(array: NDArray[Any], kind: DTypeLike, size: int, *, more: bool = False) -> int:
+    def address_of(array: NDArray[Any], kind: DTypeLike, size: int, *, more: bool = False) -> int:
         checked(array, kind, size, more=more)
         return int(filled(array).ctypes.data)
 
-    modules = [module for module in list(sys.modules.values()) if getattr(module, "handed", None) is checked]
+    modules = [module for module in list(sys.modules.values()) if getattr(module, "address_of", None) is checked]
     for module in modules:
-        module.handed = handed  # type: ignore[attr-defined]
+        module.address_of = address_of  # type: ignore[attr-defined]
     try:
         yield
     finally:
         for module in modules:
-            module.handed = checked  # type: ignore[attr-defined]
+            module.address_of = checked  # type: ignore[attr-defined]
         forget()

@@ -18,7 +18,7 @@ from edge_runtime.backends.kernels.draft import (
     NativeDraft,
     SparseHeadWeights,
 )
-from edge_runtime.backends.kernels.loader import handed
+from edge_runtime.backends.kernels.loader import address_of
 
 Array = NDArray[Any]
 # Types of matrices: floats of 32 and 16 bits, GGUF's q4_0 and q8_0, and levels as ONNX graphs have them.
@@ -65,7 +65,7 @@ class Rows:
         source = draft.sources[place]
 
         def address(array: Array) -> int:
-            return handed(array, array.dtype, array.size)
+            return address_of(array, array.dtype, array.size)
 
         source.type, source.kv_heads = self.type, len(self.keys)
         source.count = self.keys.shape[1] if self.cells is None else len(self.cells)

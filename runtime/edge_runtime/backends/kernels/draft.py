@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.loader import handed, load_library, variant
+from edge_runtime.backends.kernels.loader import address_of, load_library, variant
 from edge_runtime.bundle.gguf_header import TENSOR_TYPES
 from edge_runtime.errors import BackendError
 from edge_runtime.interfaces import DraftSampler, ShouldContinue, StopNumbers, StopRule
@@ -105,8 +105,8 @@ class LevelMatrix:
     def described(self) -> _Matrix:
         """Returns the structure for C. Raises ValueError if levels or scales have another type or size."""
         elements = self.outputs * self.inputs
-        levels = handed(self.levels, np.uint8, elements * self.bits // 8)
-        scales = handed(self.scales, np.float32, elements // max(1, self.block))
+        levels = address_of(self.levels, np.uint8, elements * self.bits // 8)
+        scales = address_of(self.scales, np.float32, elements // max(1, self.block))
         return _Matrix(_LEVELS, self.bits, self.block, self.outputs, self.inputs, levels, scales)
 
 
@@ -131,7 +131,7 @@ class GgufMatrix:
 
     def described(self) -> _Matrix:
         """Returns the structure for C. Raises ValueError if the data have another type or size."""
-        data = handed(self.data, np.uint8, self.outputs * self.row_bytes)
+        data = address_of(self.data, np.uint8, self.outputs * self.row_bytes)
         return _Matrix(_GGUF, self.type, self.row_bytes, self.outputs, self.inputs, data, None)
 
 
@@ -222,8 +222,8 @@ class NativeDraft:
         self._tokens, self._probabilities = np.zeros(longest, np.int64), np.zeros(longest, np.float32)
         self._call = _Call(
             sources=ctypes.addressof(self.sources),
-            tokens=handed(self._tokens, np.int64, longest),
-            probabilities=handed(self._probabilities, np.float32, longest),
+            tokens=address_of(self._tokens, np.int64, longest),
+            probabilities=address_of(self._probabilities, np.float32, longest),
         )
         self._reference = ctypes.byref(self._call)
         self._threshold, self._asked = 0.0, False  # what `_call` contains
@@ -245,7 +245,7 @@ class NativeDraft:
         """
         if any(table.shape[-1] != self._dims[number] // 2 for table in tables):
             raise ValueError("the rotations of the KV cache")
-        return tuple(handed(table, np.float32, table.size) for table in tables)
+        return tuple(address_of(table, np.float32, table.size) for table in tables)
 
     def _views(self) -> tuple[NDArray[np.float32], NDArray[np.int32] | None]:
         scores, candidates = _POINTER(), _POINTER()
@@ -274,7 +274,7 @@ class NativeDraft:
         call = self._call
         if draft_length > self._longest:
             raise ValueError(f"a draft of {draft_length} tokens, at most {self._longest}")
-        call.token, call.steps, call.hidden = last, draft_length, handed(hidden, np.float32, self._width)
+        call.token, call.steps, call.hidden = last, draft_length, address_of(hidden, np.float32, self._width)
         threshold = min_probability if sampler is None and should_continue is None else 0.0
         if threshold != self._threshold:
             self._threshold = call.min_probability = threshold
@@ -311,7 +311,7 @@ class NativeDraft:
                 **{"accept": bins, "transition": bins**2, "further": lengths * bins},
             }
             for (name, size), table in zip(sizes.items(), numbers.tables, strict=True):
-                setattr(rule, name, handed(table, np.float64, size, more=name in _LONGER))
+                setattr(rule, name, address_of(table, np.float64, size, more=name in _LONGER))
             rule.bins, rule.longest = bins, lengths - 1
         rule.rate, rule.any_prefix = numbers.rate, numbers.any_prefix
         return self._rule_address
@@ -360,14 +360,14 @@ class ArrayRows:
         _, heads, self._rows, _ = arrays[0].shape
         self._positions, self._kept = min(map(len, rotations)), (*arrays, *rotations, *scales)
         self._source = source = draft.sources[number]
-        self._keys, self._values = (handed(array, kind, heads * self._rows * dim) for array in arrays)
+        self._keys, self._values = (address_of(array, kind, heads * self._rows * dim) for array in arrays)
         self._cosine, self._sine = draft.rotations(number, *rotations)
         self._step, self._turn = dim * arrays[0].itemsize, dim // 2 * np.dtype(np.float32).itemsize
         source.type, source.kv_heads = _ROW_TYPES[kind], heads
         source.key_step = source.value_step = self._step
         source.key_head = source.value_head = self._rows * self._step
         if scales:
-            source.key_scales, source.value_scales = (handed(part, np.float32, heads * dim) for part in scales)
+            source.key_scales, source.value_scales = (address_of(part, np.float32, heads * dim) for part in scales)
 
     def select(self, first: int, count: int, position: int) -> None:
         """Makes the next draft read `count` rows from `first` on, at position `position`.
@@ -388,7 +388,7 @@ def _described(weights: DraftWeights, sources: int) -> _Shape:
     for to, layer in zip(layers, weights.layers, strict=True):
         to.matrices = (_Matrix * 5)(*(matrix.described() for matrix in layer.matrices))
         sizes = (layer.dim if place == _QUERY_NORM else weights.before.outputs for place in range(5))
-        to.norms = (_POINTER * 5)(*(handed(norm, np.float32, size) for norm, size in zip(layer.norms, sizes, strict=True)))
+        to.norms = (_POINTER * 5)(*(address_of(norm, np.float32, size) for norm, size in zip(layer.norms, sizes, strict=True)))
         to.dim, to.source, to.factor = layer.dim, layer.source, layer.factor
     before, after, rows, embedding, sparse = weights.before, weights.after, weights.rows, weights.embedding, weights.sparse
     shape = _Shape(
@@ -403,7 +403,7 @@ def _described(weights: DraftWeights, sources: int) -> _Shape:
         after=after.described(),
         rows=rows.described(),
         layer=ctypes.addressof(layers),
-        norm=handed(weights.norm, np.float32, before.outputs),
+        norm=address_of(weights.norm, np.float32, before.outputs),
         embedding=embedding.described(),
         factor=weights.factor,
     )
@@ -411,7 +411,7 @@ def _described(weights: DraftWeights, sources: int) -> _Shape:
     if sparse is not None:
         shape.centroids, shape.per_centroid = sparse.order.shape
         shape.top, shape.centroid_rows = sparse.top, sparse.centroids.described()
-        shape.order = handed(sparse.order, np.int32, rows.outputs)
+        shape.order = address_of(sparse.order, np.int32, rows.outputs)
     if weights.read is not None and isinstance(embedding, GgufMatrix):
         shape.read, shape.step = weights.read, embedding.row_bytes
     return shape

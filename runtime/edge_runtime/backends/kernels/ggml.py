@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_runtime.backends.kernels.draft import KvSource
-from edge_runtime.backends.kernels.loader import handed, load_library, stock_reason
+from edge_runtime.backends.kernels.loader import address_of, load_library, stock_reason
 
 # The order is that of struct Functions in src/ggml/facts.h.
 FUNCTIONS = (
@@ -101,7 +101,7 @@ class CellWatch:
 
     def begin(self, flags: NDArray[np.int8], count: int) -> None:
         """Watches this thread's next forward, until `end` is called. The first `count` of `flags` say which of its rows are flagged."""
-        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(handed(flags[:count], np.int8, count)), ctypes.c_int64(count))
+        self._kernels.edge_ggml_watch(self._pointer, ctypes.c_void_p(address_of(flags[:count], np.int8, count)), ctypes.c_int64(count))
 
     def end(self) -> None:
         """Stops watching."""
@@ -113,9 +113,9 @@ class CellWatch:
 
     def visible(self, row: int, to: VisibleCells) -> bool:
         """Writes into `to` the cells that flagged row number `row` of the newest forward attends to; returns whether they are known."""
-        watched, count = self._kernels.edge_ggml_watch_cells, self._max_cells
+        watched, count, sources = self._kernels.edge_ggml_watch_cells, self._max_cells, to.sources
         return all(
-            watched(self._pointer, layer, row, ctypes.byref(to.sources[layer]), ctypes.c_void_p(handed(cells, np.int32, count)), count) > 0
+            watched(self._pointer, layer, row, ctypes.byref(sources[layer]), ctypes.c_void_p(address_of(cells, np.int32, count)), count) > 0
             for layer, cells in enumerate(to.cells)
         )
 

@@ -96,7 +96,7 @@ def end_on_lost_files() -> None:
 # Native code reads memory unchecked, so NumPy arrays are checked and converted to addresses here only.
 
 
-def handed(array: NDArray[Any], kind: DTypeLike, size: int, *, more: bool = False) -> int:
+def address_of(array: NDArray[Any], kind: DTypeLike, size: int, *, more: bool = False) -> int:
     """Returns the address of an array's elements, for native code that reads or writes them. The caller keeps the array alive.
 
     Raises ValueError unless the array is contiguous and aligned, of dtype `kind`, and has `size` elements, or at least that if `more`.
@@ -124,12 +124,12 @@ class NativeRace:
     def choose(self, key: int, tokens: NDArray[np.int64], weights: NDArray[np.float64]) -> int:
         """See `PlaceNoise.choose`."""
         count = len(tokens)
-        at = self._some(key, handed(tokens, np.int64, count), handed(weights, np.float64, count), count)
+        at = self._some(key, address_of(tokens, np.int64, count), address_of(weights, np.float64, count), count)
         return int(tokens[at])
 
     def choose_of_all(self, key: int, logits: NDArray[np.float32], temperature: float) -> int:
         """See `PlaceNoise.choose_of_all`. Raises MemoryError."""
-        token: int = self._all(key, handed(logits, np.float32, len(logits)), len(logits), temperature)
+        token: int = self._all(key, address_of(logits, np.float32, len(logits)), len(logits), temperature)
         if token < 0:
             raise MemoryError
         return token

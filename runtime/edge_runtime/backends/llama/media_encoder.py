@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_runtime.backends.kernels.loader import handed
+from edge_runtime.backends.kernels.loader import address_of
 from edge_runtime.backends.llama.context import floats
 from edge_runtime.backends.llama.loader import LlamaLibrary, declare, media_library
 from edge_runtime.bundle.gguf_gemma4 import check_encoder
@@ -91,7 +91,7 @@ class LlamaMediaEncoder:
         """
         ggml, mels = self._ggml, self._mels
         if ask and mels is not None and ggml.ggml_get_name(node) == _SOUND_INPUT and ggml.ggml_nbytes(node) == mels.nbytes:
-            ggml.ggml_backend_tensor_set(node, handed(mels, np.float32, mels.size), 0, mels.nbytes)
+            ggml.ggml_backend_tensor_set(node, address_of(mels, np.float32, mels.size), 0, mels.nbytes)
             self._mels = None
         return False
 
@@ -99,10 +99,10 @@ class LlamaMediaEncoder:
         if isinstance(media, Image):
             height, width = media.rgb.shape[:2]
             pixels = np.ascontiguousarray(media.rgb)
-            place = handed(pixels, np.uint8, width * height * 3)
+            place = address_of(pixels, np.uint8, width * height * 3)
             return self._api.mtmd_bitmap_init(width, height, ctypes.byref(ctypes.c_uint8.from_address(place)))
         samples = np.ascontiguousarray(media.samples, np.float32)
-        place = handed(samples, np.float32, len(samples))
+        place = address_of(samples, np.float32, len(samples))
         return self._api.mtmd_bitmap_init_from_audio(len(samples), ctypes.byref(ctypes.c_float.from_address(place)))
 
     def _encoded(self, bitmap: Any, chunks: Any) -> NDArray[np.float32]:

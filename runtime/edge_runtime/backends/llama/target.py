@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edge_runtime.backends.committed_tokens import CommittedText, TokenRange, well_formed
 from edge_runtime.backends.kernels.ggml import CellWatch, VisibleCells
-from edge_runtime.backends.kernels.loader import handed
+from edge_runtime.backends.kernels.loader import address_of
 from edge_runtime.backends.llama.context import (
     Batch,
     LlamaModel,
@@ -106,7 +106,7 @@ class LlamaVocabulary(TokenRange):
         capacity = len(data) + 1
         # A ctypes array would create a new type for each length, which only the garbage collector frees.
         buffer = np.empty(capacity, np.int32)
-        first = ctypes.byref(ctypes.c_int32.from_address(handed(buffer, np.int32, capacity)))
+        first = ctypes.byref(ctypes.c_int32.from_address(address_of(buffer, np.int32, capacity)))
         # add_special is False, because with it some files get <eos> as well as <bos>; `encode` adds <bos>.
         count: int = self._api.llama_tokenize(self._vocab, data, len(data), first, capacity, False, parse_special)
         if count < 0:
@@ -311,7 +311,7 @@ class LlamaTargetContext(LlamaModel):
 
 def _bytes_of(array: NDArray[np.uint8]) -> Any:
     # ctypes.cast would create a reference cycle, which keeps the state in memory until the garbage collector runs.
-    return ctypes.byref(ctypes.c_uint8.from_address(handed(array, np.uint8, array.size)))
+    return ctypes.byref(ctypes.c_uint8.from_address(address_of(array, np.uint8, array.size)))
 
 
 class LlamaSequence(CommittedText):

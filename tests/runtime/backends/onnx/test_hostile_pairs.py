@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs edge-mtp[onnx]")
 
 from changed_bundle import nodes_of, with_graphs
-from edge_runtime.backends.kernels.loader import handed, variant
+from edge_runtime.backends.kernels.loader import address_of, variant
 from edge_runtime.backends.onnx import drafter
 from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft, read_weights
 from edge_runtime.backends.onnx.kv_cache import rotary_tables
@@ -48,12 +48,12 @@ kernels = pytest.mark.skipif(variant() is None, reason="the row kernels were not
 )
 def test_an_array_that_is_not_what_native_code_reads_is_refused(array: Any, kind: Any, size: int) -> None:
     with pytest.raises(ValueError, match="in the place of 8 float32"):
-        handed(array, kind, size)
+        address_of(array, kind, size)
 
 
 def test_an_array_that_is_what_native_code_reads_is_handed_over() -> None:
     array = np.zeros((4, 2), np.float32)
-    assert handed(array, np.float32, 8) == handed(array, np.float32, 6, more=True) == array.ctypes.data
+    assert address_of(array, np.float32, 8) == address_of(array, np.float32, 6, more=True) == array.ctypes.data
 
 
 def changed(bundle: Path, folder: Path, change: Callable[[Any], None]) -> Bundle:
