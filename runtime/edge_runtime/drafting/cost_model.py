@@ -20,7 +20,7 @@ from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH
 from edge_runtime.drafting.policies import Timing
 
 MAX_ROWS = MAX_DRAFT_LENGTH + 1
-# Costs are corrected by buckets of text length: the first one goes up to this many tokens, each further one up to twice as many.
+# Costs are corrected by buckets of text length. The first bucket goes up to this many tokens, each further one up to twice as many.
 FIRST_BUCKET = 512
 # Learning rates: of a bucket's factor, of the cost of one number of rows, and of the cost of a draft.
 BUCKET_SHARE, ROWS_SHARE, DRAFT_SHARE = 0.05, 0.1, 0.2

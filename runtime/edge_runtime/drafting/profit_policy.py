@@ -179,7 +179,7 @@ class Profit:
         self._has_news = True  # rounds with drafts were observed since forecast and costs were computed
         self._stale = True  # the reference rate must be updated before the next plan
         self._requests = self._priced_requests = 1  # of the next round, and those that `_row_costs` are for
-        self._cheapest_rows = [0] * (self._max_rows + 1)  # by number of drafts, how many rows beside the first one cost least
+        self._cheapest_rows = [0] * (self._max_rows + 1)  # by number of drafts, how many rows after the first one cost least
         # Costs of verifying n drafts, and of drafting them.
         self._row_costs: Chances = np.zeros(self._max_rows + 1)
         self._draft_costs: Chances = np.zeros(longest + 1)

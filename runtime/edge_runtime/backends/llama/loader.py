@@ -225,7 +225,7 @@ def _route_log(api: Any, log: LogRing) -> Any:
 def _route_aborts(*libraries: Any) -> None:
     """Makes a failed check in ggml end the process with one sentence and exit code 1, instead of a backtrace and SIGABRT."""
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # for uncaught C++ exceptions such as std::bad_alloc
-    # A wheel has copies instead of symbolic links: the ggml that libllama loaded may be another file than the one beside it. Set both.
+    # A wheel has copies instead of symbolic links: the ggml that libllama loaded may be another file than ours. So both are set.
     for library in libraries:
         if hasattr(library, "ggml_set_abort_callback"):
             library.ggml_set_abort_callback.restype = ctypes.c_void_p
