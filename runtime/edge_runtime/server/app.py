@@ -55,7 +55,7 @@ class Api:
         self.card = card
         self._notify = notify
         self._heat = heat
-        self._said: set[str] = set()
+        self._told: set[str] = set()
         self._trimmer = Trimmer()
 
     def generates(
@@ -80,8 +80,8 @@ class Api:
     def _say(self, remarks: Sequence[str]) -> None:
         """Tells the operator which parts of a request are ignored. Each sentence is told once, since clients repeat such parts."""
         for sentence in remarks:
-            if sentence not in self._said and len(self._said) < _MOST_SENTENCES:
-                self._said.add(sentence)
+            if sentence not in self._told and len(self._told) < _MOST_SENTENCES:
+                self._told.add(sentence)
                 self._notify(sentence)
 
     async def ollama_show(self, request: Request) -> Response:

@@ -13,7 +13,7 @@ from edge_devices.machine.system import System
 from edge_runtime.session.monitor import Metric, gauge
 
 SECONDS = 10.0
-# Changes that are reported: by this many degrees Celsius, or of the clock to this part of what it was, or by the inverse factor.
+# Reported changes: by at least this many degrees Celsius, or of the clock by at least this factor, down or up.
 DEGREES = 10.0
 CLOCK_RATIO = 0.75
 

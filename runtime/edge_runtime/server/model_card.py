@@ -138,7 +138,7 @@ class ModelCard:
 
     @property
     def _modalities(self) -> dict[str, bool]:
-        """Which media a message can have beside text."""
+        """Which media a message can have in addition to text."""
         media = self.manifest.media
         return {"image": media is not None, "audio": media is not None and media.audio is not None}
 

@@ -1,4 +1,4 @@
-"""The options of `edge-run serve`, beside those of opening a bundle: where it listens, and who may use it."""
+"""The options of `edge-run serve`, except those of opening a bundle: where it listens, and who may use it."""
 
 from __future__ import annotations
 

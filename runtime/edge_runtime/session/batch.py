@@ -121,7 +121,7 @@ class BatchDecoder:
             self._lock.require_open()
             self._failures = []
             self._prefill_a_piece()
-            running = self._able()
+            running = self._able_to_continue()
             if not running:
                 return []
             with self._lock.computing():
@@ -199,11 +199,11 @@ class BatchDecoder:
             if rows is None:
                 self._begin(generation)
                 return
-            self._joining[generation] = pieces  # behind the other prompts
+            self._joining[generation] = pieces  # the last in turn now
             if rows:
                 self._pace.count(rows, time.perf_counter() - begin)
 
-    def _able(self) -> list[Generation]:
+    def _able_to_continue(self) -> list[Generation]:
         """Returns the running requests that can continue, and drops the others."""
         able = []
         for generation in self._running:

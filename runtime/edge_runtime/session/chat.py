@@ -348,14 +348,14 @@ class Chat:
         """
         if not isinstance(text, str):
             raise RequestError(f"the message is of type {type(text).__name__}; give a str")
-        with self._going_on():
+        with self._changing():
             return self._answer_to([*map(_without_thoughts, self.messages), user_message(text, media)])
 
     def answer_tools(self, results: Sequence[str]) -> Answer:
         """Takes the results of the last answer's tool calls, in their order, and returns the model's answer to them."""
         if isinstance(results, str) or not all(isinstance(result, str) for result in results):
             raise RequestError("the results are not a list of texts; give one str for each tool call")
-        with self._going_on():
+        with self._changing():
             calls = self.messages[-1].get("tool_calls", []) if self.messages else []
             if not calls or len(calls) != len(results):
                 raise RequestError(f"the last answer made {len(calls)} tool calls, but there are {len(results)} results; give one for each")
@@ -367,7 +367,7 @@ class Chat:
 
     def regenerate(self) -> Answer:
         """Answers the user's last message again; this replaces the existing answer. Raises RequestError if there is no message."""
-        with self._going_on():
+        with self._changing():
             users = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
             if not users:
                 raise RequestError("there is no message to answer again; send one first")
@@ -375,7 +375,7 @@ class Chat:
 
     def change(self, **settings: Any) -> None:
         """Changes settings (fields of `ChatSettings`) for the next answers. Raises RequestError for invalid ones, and changes nothing."""
-        with self._going_on():
+        with self._changing():
             unknown = next((name for name in settings if name not in ChatSettings.__dataclass_fields__), None)
             if unknown is not None:
                 raise RequestError(f"{unknown!r} is no setting of a chat; change one of {', '.join(ChatSettings.__dataclass_fields__)}")
@@ -383,19 +383,19 @@ class Chat:
 
     def reset(self) -> None:
         """Clears the conversation; the settings stay."""
-        with self._going_on():
+        with self._changing():
             self.messages = []
 
     def save(self, path: Path | str) -> None:
         """Writes messages and settings as JSON, atomically. Raises RequestError if this fails, or for a conversation with media."""
-        with self._going_on():
+        with self._changing():
             if any(MEDIA in message for message in self.messages):
                 raise RequestError("a conversation with images or sound cannot be saved; start a new one without")
             save_chat(Path(path), self.settings, self.messages)
 
     def load(self, path: Path | str) -> None:
         """Reads messages and settings from a file that `save` wrote. Raises RequestError, and changes nothing, for any other file."""
-        with self._going_on():
+        with self._changing():
             self.settings, self.messages = load_chat(Path(path))
 
     def __repr__(self) -> str:
@@ -412,7 +412,7 @@ class Chat:
         return self._answer
 
     @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _changing(self) -> Iterator[None]:
         """Waits for other threads, and ends a running answer."""
         with self.session.claim.lock.held():
             if self._answer is not None:
@@ -460,13 +460,13 @@ def _without_thoughts(message: Message) -> Message:
 
 
 # Keywords of other calls that users of the functions below may try.
-_OPENING_TOO = {
+_OTHER_CALLS = {
     "options=LoadOptions({}=...)": LoadOptions.__dataclass_fields__,
     "Session.generate({}=...)": inspect.signature(Session.generate).parameters,
 }
 
 
-@with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=_OPENING_TOO)
+@with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=_OTHER_CALLS)
 def generate(
     bundle: Path | str,
     prompt: str,
@@ -485,7 +485,7 @@ def generate(
         return session.generate(prompt, max_tokens=max_tokens, sampling=sampled(sampling, keywords)).text()
 
 
-@with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=_OPENING_TOO)
+@with_keywords(SamplingParams, GREEDY_PARAMS, elsewhere=_OTHER_CALLS)
 def chat(
     bundle: Path | str,
     message: str,

@@ -139,7 +139,7 @@ class LoadOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raises RequestError for a key without a check."""
+        """Raises RequestError for a `public_key` with the check "none"."""
         if self.public_key is not None and self.check == "none":
             raise RequestError("--verify-key is of no use with --check none, which does not compare the files; leave one of them out")
 

@@ -202,7 +202,7 @@ class _PairLoader:
             routed, rounded = bool(manifest.architecture.experts), is_rounded(manifest, CARDS[kind].format)
             return compared(accelerator.name, reference, *pair, longest=rows, parity=parity, routed=routed, rounded=rounded)
 
-        drafter = opened.drafter_kind, type(opened.drafters[0]).__name__  # a kind has several classes: on the device and beside it
+        drafter = opened.drafter_kind, type(opened.drafters[0]).__name__  # of one kind, there is a class on the device and one off it
         facts = [kind, accelerator.name, accelerator.driver, self.settings.context, *drafter, project_version(), *self.hashes]
         key = entry_key([cpu_identity(), *map(str, facts)])
         if (known := CHECKS.known(key)) is not None:

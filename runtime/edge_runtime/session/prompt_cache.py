@@ -285,8 +285,8 @@ class PromptCache:
     def known(self, tokens: NDArray[np.int32], text: hashlib._Hash, target: SavableTarget) -> tuple[_Known, _Known]:
         """Returns the longest prefix of `tokens` whose rows are in the folder, and the longest one that the target can continue from.
 
-        To continue, the target needs the sliding rows before the end of the prefix: as many as its window, or all. The end must not be
-        inside an image whose rows attend to later ones.
+        To continue, the target needs the sliding rows right before the end of the prefix: as many as its window has, or all if there are
+        fewer. The end must not be inside an image whose rows attend to later ones.
         """
         whole = isinstance(target, MediaTarget) and target.whole_rows > 0
         entries: dict[str, list[_Entry]] = {}
@@ -412,9 +412,9 @@ class CachedPrompt:
         self._computed, self._seconds = 0, 0.0
 
     def reading(self, held: int) -> Iterator[int]:
-        """Restores the longest known prefix of the prompt, one file per step. Yields after each step the tokens in the target's cache.
+        """Restores the longest known prefix of the prompt, one file per step.
 
-        `held` tokens are there already.
+        Yields the number of tokens in the target's cache after each step. `held` tokens are there at the beginning.
         """
         for _ in range(_TRIES if self._cache.usable else 0):
             _, known = self._cache.known(self._prompt, self._root, self.target)

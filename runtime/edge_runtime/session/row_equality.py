@@ -74,7 +74,7 @@ class RowEquality:
         }
 
 
-_KNOWN = MeasuredValue(
+_CACHED = MeasuredValue(
     kind="rows", value_class=RowEquality, doing="checking whether drafts can change a text", times=1, disturbed_by_load=lambda _: False
 )
 
@@ -90,7 +90,7 @@ def known_row_equality(
     if not fingerprint:
         return replace(compare_rows(batch, longest), stock_attention=stock_attention)
     key = f"{fingerprint} {len(batch.targets)} {longest}"
-    known = _KNOWN.known_or_measured(key, lambda *_: compare_rows(batch, longest), notify, waiting=waiting)
+    known = _CACHED.known_or_measured(key, lambda *_: compare_rows(batch, longest), notify, waiting=waiting)
     return replace(known, stock_attention=stock_attention)
 
 

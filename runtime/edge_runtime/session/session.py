@@ -149,7 +149,7 @@ class Session:
             shares_policy = False
             if policy is None and draft_length is None:
                 # `profit` knows the costs of drafts and needs no safety net, which would only interfere.
-                if self._weighs:
+                if self._weighs_costs:
                     proposals = self._proposals([token for token in ids if token >= 0], prediction)
                 if (policy := self.profit(assisted=proposals is not None)) is not None:
                     policy.begin_request()
@@ -183,7 +183,7 @@ class Session:
         return cache.request(self.target, prompt[:-1], client) if cache is not None and isinstance(self.target, SavableTarget) else None
 
     @property
-    def _weighs(self) -> bool:
+    def _weighs_costs(self) -> bool:
         """Whether the policy weighs drafts by their costs, so that it can also use drafts from other sources than the drafter."""
         return self.settings.needs_costs and self._parts.costs is not None
 
@@ -264,7 +264,7 @@ class Session:
         return inputs, encoder
 
     def _proposals(self, prompt: Sequence[int], prediction: str | Sequence[int]) -> Proposals | None:
-        """Returns a source of drafts that are copied from the text, beside those of the drafter model. Prompt lookup needs none."""
+        """Returns a further source of drafts, which are copied from the text. Prompt lookup needs none, as it copies them itself."""
         drafts = self.drafter is not None and is_model(self.drafter_kind)
         if not (drafts or prediction):
             return None
@@ -283,7 +283,7 @@ class Session:
         with self._open():
             if self.drafter is None and not assisted:
                 return None
-            if self._profit is None and self._parts.costs is not None and self._weighs:
+            if self._profit is None and self._parts.costs is not None and self._weighs_costs:
                 self._profit = self._new_profit(self._parts.costs)
             return self._profit
 

@@ -28,7 +28,7 @@ MARK = "\ufdd0"
 # How many characters are searched at a time. A search holds the interpreter lock.
 _SLICE = 1 << 13
 TURN_TOKENS = ("<|turn>", "<turn|>")
-# Template variables for the special tokens of a Gemma tokenizer, beside bos_token and eos_token.
+# Template variables for the special tokens of a Gemma tokenizer, except bos_token and eos_token.
 _SPECIAL_TOKENS = {"unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "<mask>"}
 # Names for a message's thoughts; the first one that is present counts.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")

@@ -44,7 +44,7 @@ _BLANK = r"\x20|\x0A{1,2}[\x20\x09]{0,40}"
 # with 262144 tokens. The library's default of four slices takes 86 MiB and is faster only in strings of limited length.
 _STRING = r'[^"\\\x00-\x1F\x7F]+'
 _FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
-# Keywords whose values are values, not schemas.
+# Keywords whose values are plain JSON, not schemas.
 _VALUES = {"const", "default", "enum", "examples"}
 _MAX_REASON = 300
 _NOTHING_FOLLOWS = "NoExtensionBias"
@@ -70,7 +70,7 @@ class Grammars:
     def constrain(self, source: ConstraintSource) -> Constraint:
         """Returns a constraint in its initial state. Raises RequestError with the library's reason if it cannot be compiled."""
         constraint = Constraint(Matcher(self._host, _HEADER + self._lark(source)), self._eog, self._size)
-        constraint.allowed(())  # fails for a grammar that allows no text
+        constraint.allowed(())  # raises for a grammar that allows no text
         return constraint
 
     def _lark(self, source: ConstraintSource) -> str:

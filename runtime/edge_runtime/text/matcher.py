@@ -25,7 +25,7 @@ COMPILE_SECONDS, STEP_SECONDS = 5.0, 0.5
 # The average time allowed for a step, and the most unused time that may be saved up for slow steps. Each step delays a round for all of a
 # server's clients.
 MEAN_STEP_SECONDS, LEFT_SECONDS = 0.03, 5.0
-_SHORTEST_SECONDS = 0.001  # 0 would be no limit
+_SHORTEST_SECONDS = 0.001  # 0 would mean no limit
 _STACK_BYTES = 64 << 20
 COMPILE, MASK, VALIDATE, CONSUME, ROLL_BACK, ACCEPTING = b"CMVTRA"
 FAILED, STOPPED = 1, 2

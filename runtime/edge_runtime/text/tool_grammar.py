@@ -298,7 +298,7 @@ class _Parameters:
     def text(self) -> str:
         """Returns the expression of the arguments. Raises RequestError if no arguments fit the schema."""
         if all(self._root[word] in ({}, [], False) for word in constraining(self._root) - {"type"}):
-            return _EMPTY_OBJECT  # a function that declares no parameters has none
+            return _EMPTY_OBJECT  # the function declares no parameters
         try:
             arguments = self._value({"allOf": [self._root, {"type": "object"}]})
         except RecursionError:

@@ -46,10 +46,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "tool"}
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 # Unknown fields with names up to this length are ignored, because clients send new experimental fields with each release.
 _LONGEST_NAME = 64
-# Claude Code begins its system text with a line of numbers that change with each request. It is removed: no cached row of the prompt could
-# be reused behind it.
+# Claude Code begins its system text with a line of numbers that change with each request. It is removed, because no cached row of the
+# prompt could be reused after it.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.\-]+=[^;\n]*(?:;|(?=\n)|\Z))*\s*")
-# Types of the blocks that Anthropic's own tools leave in a conversation, beside the answer that they led to.
+# Types of the blocks that Anthropic's own tools leave in a conversation, next to the answer that they led to.
 _HOSTED = re.compile(r"server_tool_use|mcp_tool_(use|result)|\w+_tool_result|container_upload|compaction|fallback|redacted_thinking")
 
 
@@ -78,7 +78,7 @@ def _messages(fields: Fields) -> list[Json]:
         if role == "assistant":
             messages.append(_answer(message))
         elif role == "user" and isinstance(message.get("content"), list):
-            messages += _of_user(message)
+            messages += _user_messages(message)
         else:
             messages.append({"role": role, "content": _text(message, "content")})
     return messages
@@ -105,7 +105,7 @@ def _answer(message: Fields) -> Json:
     return answer | ({"reasoning_content": "".join(thoughts)} if any(thoughts) else {}) | ({"tool_calls": calls} if calls else {})
 
 
-def _of_user(message: Fields) -> list[Json]:
+def _user_messages(message: Fields) -> list[Json]:
     """Returns the messages of a user's message: one for each tool result, then one with the rest and the images of the results."""
     results: list[Json] = []
     images: list[Json] = []

@@ -56,7 +56,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _PASSED_ON = SAMPLING_FIELDS | {"grammar", "json_schema", "n_predict"}
 # The field with a part's text, for each type of part.
 _TEXTS = {**dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text"), "refusal": "refusal"}
-# Types of the items that OpenAI's own tools leave in a conversation, beside the answer that they led to.
+# Types of the items that OpenAI's own tools leave in a conversation, next to the answer that they led to.
 _HOSTED = {"code_interpreter_call", "file_search_call", "image_generation_call", "mcp_list_tools", "web_search_call"}
 _NAMESPACE = "namespace"
 
@@ -74,7 +74,7 @@ def read_response(body: Json) -> ApiRequest:
     chat["messages"] = _messages(fields)
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = read_limit(fields, "max_output_tokens")
-    chat["tools"] = [read for tool in _flat(fields) if (read := _tool(tool)) is not None]
+    chat["tools"] = [read for tool in _flat_tools(fields) if (read := _tool(tool)) is not None]
     chat["tool_choice"] = _tool_choice(fields)
     chat["response_format"] = _format(fields.inner("text"))
     chat["reasoning_effort"] = fields.inner("reasoning").text("effort")
@@ -90,7 +90,7 @@ def namespaces(body: Mapping[str, Any]) -> dict[str, str]:
     return {tool["name"]: group["name"] for group in groups for tool in group.get("tools") or () if tool.get("type") == "function"}
 
 
-def _flat(fields: Fields) -> list[Fields]:
+def _flat_tools(fields: Fields) -> list[Fields]:
     """Returns the tools, with each namespace replaced by its tools. The model sees their names without the namespace."""
     tools: list[Fields] = []
     for tool in fields.objects("tools", MAX_TOOLS):

@@ -46,7 +46,7 @@ class OutputLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Output since the previous event. `stats` is a snapshot; its `tokens` do not count tokens behind the end of the visible answer.
+    """Output since the previous event. `stats` is a snapshot; its `tokens` do not count tokens after the end of the visible answer.
 
     `logprobs` has the tokens whose text begins in `events`, if the request asks for them. `draft_spans` has the (begin, end) character
     positions of accepted drafts in the text of `events`.

@@ -104,7 +104,7 @@ class FairPool:
 
 # A request that was passed over this often is served next.
 MAX_PASSED_OVER = 4
-# Before it is suspended, a request runs this many times as long as suspending and resuming take, within these limits in seconds.
+# Before it is suspended, a request runs at least SWAP_SHARE times as long as suspending and resuming take, within these limits in seconds.
 SWAP_SHARE = 10.0
 SHORTEST_TURN, LONGEST_TURN = 0.25, 1.0
 # The largest part of the available memory that the rows of one more suspended request may take.
@@ -120,7 +120,7 @@ class Turns:
         self.seconds = SHORTEST_TURN
 
     def next_of(self, waiting: Iterable[int], held: Sequence[ActiveRequest]) -> int:
-        """Returns the waiting client with the fewest sessions. Of equals it is the one whose turn was longest ago, else the first."""
+        """Returns the waiting client with the fewest sessions. Of equals, it is the one whose turn was longest ago, else the first."""
         counts = Counter(active.client for active in held)
         return min(waiting, key=lambda client: (counts[client], self._newest.get(client, 0)))
 

@@ -121,11 +121,11 @@ class Worker:
 
     def read(self, work: Callable[[], Result], client: int) -> Future[Result]:
         """Runs `work`, which parses a large body, in another thread, because it would block the event loop. Errors as in `decode`."""
-        return self._beside(work, self._readers, client)
+        return self._queued(work, self._readers, client)
 
     def encode(self, prompt: Prompt, client: int, *, special: bool = True) -> Future[list[int]]:
         """Returns a prompt's token ids, computed in another thread. Errors as in `decode`, and those of the template."""
-        return self._beside(functools.partial(self._prompts.encode, prompt, special=special), self._encoder_of(prompt), client)
+        return self._queued(functools.partial(self._prompts.encode, prompt, special=special), self._encoder_of(prompt), client)
 
     def count(self, prompt: Prompt, client: int) -> Future[int]:
         """Counts a prompt's tokens, including those of its images and sound, in another thread. Errors as in `decode`."""
@@ -133,7 +133,7 @@ class Worker:
         children = ChildBudget(DECODING_SECONDS)
         with self._lock:
             self._children.add(children)
-        return self._beside(lambda: self._prompts.count(prompt, client, children), pool, client)
+        return self._queued(lambda: self._prompts.count(prompt, client, children), pool, client)
 
     def decode(self, tokens: Sequence[int], client: int) -> Future[str]:
         """Returns the text of tokens, control tokens included, computed in the thread for prompts.
@@ -141,7 +141,7 @@ class Worker:
         If the future is cancelled before its turn, nothing is computed. It raises RequestError for ids outside the vocabulary. This call
         raises ApiError as `Places.take` does, and with status 503 if the server is shutting down.
         """
-        return self._beside(functools.partial(self._prompts.decode, tokens), self._encoder, client)
+        return self._queued(functools.partial(self._prompts.decode, tokens), self._encoder, client)
 
     def submit(self, requests: Sequence[CompletionRequest], deliver: Callable[[int, StreamEvent], None], client: int = 0) -> list[Job]:
         """Accepts all `requests` of a client, or none. `deliver` gets each event with the index of its request.
@@ -172,7 +172,7 @@ class Worker:
     def _encoder_of(self, prompt: Prompt, prediction: str = "") -> FairPool:
         return self._encoder if is_short(prompt, prediction) else self._long_encoder
 
-    def _beside(self, work: Callable[[], Result], pool: FairPool, client: int) -> Future[Result]:
+    def _queued(self, work: Callable[[], Result], pool: FairPool, client: int) -> Future[Result]:
         """Queues work in `pool`; it counts as a request until it is done."""
         with self._lock:
             self._accept(client)

@@ -75,8 +75,8 @@ class TimedProtocol(H11Protocol):
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._since = 0.0  # when the wait began: for the head, for the body, or for the client to read the answer
-        self._ahead = 0  # bytes of further requests that have arrived before this one is answered
-        self._pipelined = 0  # requests in a row behind which the next one had already arrived
+        self._bytes_ahead = 0  # bytes of further requests that have arrived before this one is answered
+        self._pipelined = 0  # requests in a row that were answered after the next one had already arrived
         self._discards = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -105,11 +105,11 @@ class TimedProtocol(H11Protocol):
     def handle_events(self) -> None:
         """Ends the head timeout once the head is complete; the body has its own time limit."""
         super().handle_events()
-        self._ahead = len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0  # trailing_data is a copy
+        self._bytes_ahead = len(self.conn.trailing_data[0]) if self.conn.their_state is h11.DONE else 0  # trailing_data is a copy
         if self._head is not None and self.cycle is not None and not self.cycle.response_complete:
             self._cancel_head_timeout()
             self._since = self.loop.time()
-            self._pipelined = self._pipelined + 1 if self._ahead else 0
+            self._pipelined = self._pipelined + 1 if self._bytes_ahead else 0
 
     def on_response_complete(self) -> None:
         """Starts the head timeout of the next request; unread bytes of the previous body do not extend it."""
@@ -154,8 +154,8 @@ class TimedProtocol(H11Protocol):
         """Closes the connection that `connection_made` names; returns whether there was one."""
         others = [other for other in self.connections if isinstance(other, TimedProtocol)]
         waiting = [other for other in others if other._awaits_request()] or [other for other in others if other._unread is not None]
-        if waiting or (waiting := [other for other in others if other._ahead]):
-            worst = max(waiting, key=lambda other: (other._ahead, -other._since))
+        if waiting or (waiting := [other for other in others if other._bytes_ahead]):
+            worst = max(waiting, key=lambda other: (other._bytes_ahead, -other._since))
             worst._cancel_head_timeout()
             self.connections.discard(worst)
             worst.transport.abort()

@@ -125,7 +125,7 @@ class Guard:
     def _client(self, headers: Mapping[str, str]) -> int | None:
         """Returns the index of the key that was sent in OpenAI's or Anthropic's header; None if it is unknown.
 
-        The comparison always takes the same time, so that it does not reveal a key.
+        The comparison time does not depend on which key was sent, so it reveals nothing about the keys.
         """
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         sent = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
@@ -180,7 +180,7 @@ def _pairs(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
-# The name in a request's ASGI scope that has a list of remarks for the log line, beside method, path, status and time.
+# The name in a request's ASGI scope that has a list of remarks for the log line, which also has method, path, status and time.
 REMARKS = "edge_mtp.remarks"
 _ID = b"x-request-id"
 _ID_OF_ANTHROPIC = b"request-id"

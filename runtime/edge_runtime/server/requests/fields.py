@@ -276,7 +276,7 @@ def read_limit(fields: Fields, *names: str, default: int | None = None) -> int |
 
 
 def read_minimum(fields: Fields, limit: int | None) -> int:
-    """Returns the fewest tokens before an end token; with `ignore_eos`, so many that none ever comes. Raises ApiError."""
+    """Returns the least number of tokens before an end token; with `ignore_eos` it is never reached. Raises ApiError."""
     minimum = fields.integer("min_tokens", 0, NO_END, 0) or 0
     if limit is not None and minimum > limit:
         raise fields.wrong("min_tokens", f"is {minimum}, more than the limit of {limit} tokens; lower it, or raise the limit")
