@@ -54,7 +54,7 @@ FACTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class StateHeader:
-    """What a file holds. `facts` has the keys of FACTS. `after` is a hash of the `first` tokens before these; "" if there are none.
+    """What a file holds. `facts` has the keys of FACTS. `after` is a hash of the facts, the client and the `first` tokens before these.
 
     `tokens` is the number of tokens and of rows of full attention, `sliding` the number of rows of sliding layers. `tokens_sha256` covers
     tokens and full rows, `sliding_sha256` the sliding rows. `seconds` is how long computing the rows took.

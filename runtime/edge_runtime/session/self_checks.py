@@ -32,9 +32,9 @@ _PROMPT, _LONG, _FOLLOWING = 40, 700, 13
 _WIDTHS = (1, 2, 4, 8, 13)
 _VERIFY = "a step's tokens"
 _DRAFTS = 4
-# The allowed mean KL divergence in nats: with weights that lose nothing, the least for other weights, and its share of the KL that their
-# quantization causes. Two ways of rounding activations to 8 bits differ by 0.0003 (docs/design/onnx-graphs.md). A single wrong operator may
-# add as little as 0.001.
+# The allowed mean KL divergence in nats. The first limit is for weights that lose nothing. For others it is the second one, or this share
+# of the KL that their quantization causes if that is more. Two ways of rounding activations to 8 bits differ by 0.0003
+# (docs/design/onnx-graphs.md). A single wrong operator may add as little as 0.001.
 _FLOAT_LIMIT, _ROUNDED_LIMIT, _SHARE = 1e-4, 0.002, 0.1
 _FLOAT_BITS = 32
 # The limit for rounded weights if the export measured nothing. The largest KL of 80 random pairs on llama.cpp's RPC device was 0.0024.
@@ -59,9 +59,9 @@ _ROWS, _SECONDS = 1100, 5.0
 class DeviceCheck:
     """The result of a comparison. `worst` is the part of the text that is closest to its limit, or exceeds it most.
 
-    `mean_kl` is the mean KL(CPU || device) of its rows, in nats. `same_drafts` is the share of drafts that agree with the CPU's. `rows` is
-    the number of rows that the device computed. `failure` is the error that ended the check. `rows_differ` says that rows have other bits
-    alone than in a verify, so that drafts may change near ties.
+    `mean_kl` is the mean KL(CPU || device) of its rows, in nats; their median if `worst` is a middle token. `same_drafts` is the share of
+    drafts that agree with the CPU's. `rows` is the number of rows that the device computed. `failure` is the error that ended the check.
+    `rows_differ` says that rows have other bits alone than in a verify, so that drafts may change near ties.
     """
 
     device: str

@@ -104,7 +104,8 @@ class FairPool:
 
 # A request that was passed over this often is served next.
 MAX_PASSED_OVER = 4
-# Before it is suspended, a request runs at least SWAP_SHARE times as long as suspending and resuming take, within these limits in seconds.
+# Before it is suspended, a request runs at least SWAP_SHARE times as long as suspending and resuming take, times the number of sessions,
+# within these limits in seconds.
 SWAP_SHARE = 10.0
 SHORTEST_TURN, LONGEST_TURN = 0.25, 1.0
 # The largest part of the available memory that the rows of one more suspended request may take.
