@@ -1,9 +1,11 @@
 """Matrices in 4 or 8 bits, in the layout of ONNX Runtime's MatMulNBits and GatherBlockQuantized.
 
-Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): each row of [N, K] is cut into blocks of K, the last one
-filled up; two 4-bit levels share a byte, the first in the low half. A weight is scale * (level - 2^(bits - 1)), levels are integers from 0
-to 2^bits - 1. Scales are found by a search. Blocks are columns there, [block, blocks]: sums over
-a block then run along memory, which is several times faster than short rows.
+Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): each row of [N, K] is cut into blocks along K, and the last
+block is padded. Two 4-bit levels share a byte, the first in the low half. Levels are integers from 0 to 2^bits - 1, and a weight is
+scale * (level - 2^(bits - 1)).
+
+Scales are found by a search. Inside this module, blocks are columns, [block, blocks], because sums over a block then run along memory,
+which is several times faster than over short rows.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from edge_export.errors import ExportError
 from edge_export.quantization.importance import MIN_IMPORTANCE, Factor, Floats, Rounded, compensated, inverses
 
 BITS, BLOCKS = (4, 8), (32, 64, 128)
-# Weights per piece of work: a piece that stays in a core's cache with all its intermediates is several times faster.
+# Weights per piece of work. Computation is several times faster if a piece and all its intermediates fit into a core's cache.
 _PIECE = 1 << 16
 _TOP_OF_4_BITS = 15
-# Ranges to try, by bits, as fractions of the block's own: clipping the largest weights often costs less than coarser steps for all others.
-# With 256 levels, clipping much gains nothing.
+# Ranges to try, by bits, as fractions of the block's full range. Clipping the largest weights often costs less than a coarser step for
+# all other weights. With 256 levels, strong clipping gains nothing.
 _PARTS = {4: (0.96, 0.92, 0.88, 0.84, 0.8, 0.75), 8: (0.995, 0.985)}
-# Mirrored, a block's farthest weight gets the highest level instead of the lowest.
+# The same with the scale's sign reversed: the weight that is farthest from 0 gets the highest level instead of the lowest.
 _TURNED_PARTS = {4: (1.0, 0.92, 0.84), 8: (1.0,)}
-# After the best range is known: levels for the scale, then the scale for the levels, in turn.
+# How often, after the best range is found, the levels are recomputed for the scale and then the scale for the levels.
 _REFINEMENTS = 2
-# How many times a block's error may become where its scale becomes a float16. On average it hardly grows; but where it was 0, weights lie
-# on a grid, and subnormal ones are coarse.
+# The factor by which a block's error may grow when its scale is rounded to float16. On average it hardly grows. But where the error was
+# 0, weights lie on a grid, and subnormal float16 scales are too coarse for that grid.
 _HALVES_LOSE = 1.25
 
 
@@ -42,7 +44,7 @@ class WeightSpec:
     block: int
 
     def __post_init__(self) -> None:
-        # 2 bits are only taken over from checkpoints.
+        # Nothing is quantized to 2 bits here; such weights are copied from checkpoints that have them.
         if self.bits not in (2, *BITS) or self.block not in BLOCKS:
             bits, blocks = (" or ".join(map(str, values)) for values in (BITS, BLOCKS))
             raise ExportError(f"{self.bits} bits in blocks of {self.block} is no weight format; bits are {bits}, blocks {blocks}")
@@ -58,15 +60,15 @@ class PackedMatrix:
     columns: int
 
     def levels(self) -> NDArray[np.uint8]:
-        """The levels [N, K], one to a byte."""
+        """The levels [N, K], one per byte."""
         return np.ascontiguousarray(_unpack(self.packed, self.spec.bits).reshape(len(self.packed), -1)[:, : self.columns])
 
 
 def quantize_matrix(weight: Floats, spec: WeightSpec, importance: Floats | None = None, factor: Factor | None = None) -> PackedMatrix:
-    """Quantizes weight [N, K]; `importance` [K] says how much an error in each column counts (the mean square of its input).
+    """Quantizes weight [N, K]. `importance` [K] weights the errors of each column; it is the mean square of the column's input.
 
-    With `factor`, the second moments of the inputs, levels of 4 bits compensate each other's errors; with 8 bits little is left to gain.
-    Rows do not depend on each other, so a large matrix may come in pieces.
+    With `factor`, which describes the second moments of the inputs, 4-bit levels are chosen so that they compensate each other's errors;
+    with 8 bits there is little to gain. Rows are independent, so a large matrix may be quantized in pieces of rows.
     Raises ExportError if a weight is not finite, or an importance is negative, not finite, or not one per column.
     """
     if weight.ndim != 2 or not weight.size:
@@ -91,7 +93,7 @@ def quantize_matrix(weight: Floats, spec: WeightSpec, importance: Floats | None 
 
 
 def _compensated(weight: Floats, plain: PackedMatrix, importance: Floats, factor: Factor) -> PackedMatrix:
-    """Returns a matrix in 4 bits whose products err less; `importance` [block, blocks] weighs the errors of a block for its scale."""
+    """Returns a 4-bit matrix whose products have less error. `importance` [block, blocks] weights errors in the choice of scales."""
     zero = np.float32(8)
 
     def grid_of(block: int, weights: Floats) -> tuple[Floats, Floats]:
@@ -116,7 +118,7 @@ def dequantize(matrix: PackedMatrix) -> Floats:
 
 
 def round_rows(weight: Floats) -> tuple[NDArray[np.int8], Floats]:
-    """Rounds rows [N, K] to signed levels int8 [N, K] from -127 to 127, symmetric, with one scale for each row, float32 [N].
+    """Rounds rows [N, K] symmetrically to int8 levels [N, K] from -127 to 127, with one float32 scale for each row [N].
 
     Raises ExportError if a weight is not finite.
     """
@@ -126,7 +128,7 @@ def round_rows(weight: Floats) -> tuple[NDArray[np.int8], Floats]:
 
 
 def _block_importance(importance: Floats | None, columns: int, block: int) -> Floats:
-    """Importance of one row's blocks [block, blocks], 1 on average in each; the padding of the last block has importance 0."""
+    """The importance of one row's weights [block, blocks]. The mean of each block is 1; the padding of the last block has importance 0."""
     flat = np.zeros(-(-columns // block) * block)
     flat[:columns] = 1.0
     used = (flat > 0).reshape(-1, block)
@@ -164,17 +166,17 @@ def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """Blocks in integers: levels uint8 [block, blocks], scales float32 [blocks]."""
+    """Quantized blocks: levels uint8 [block, blocks], scales float32 [blocks]."""
 
     levels: NDArray[np.uint8]
     scales: Floats
 
 
 def _quantized(piece: Floats, spec: WeightSpec, counts: Floats) -> Levels:
-    """Quantizes rows of complete blocks; `counts` [block, at least as many blocks] is their importance."""
+    """Quantizes rows of complete blocks. `counts` [block, n] is the importance, where n is at least the number of blocks."""
     weights = np.ascontiguousarray(piece.reshape(-1, spec.block).T)
     if spec.bits == 4 and spec.block == BLOCK:
-        # Weights that were trained for this grid come back exactly; others are searched.
+        # Weights that were trained for this grid are reproduced exactly. For others, scales are searched.
         grid = find_grid(np.ascontiguousarray(weights.T), half_scales=False)
         if grid.on_grid.all():
             return Levels(levels=np.ascontiguousarray((grid.levels.T + np.int8(8)).astype(np.uint8)), scales=grid.scales)
@@ -182,12 +184,12 @@ def _quantized(piece: Floats, spec: WeightSpec, counts: Floats) -> Levels:
 
 
 def search(weights: Floats, importance: Floats, bits: int) -> Levels:
-    """Quantizes [block, blocks] with the least sum of importance * error^2 among the ranges tried; importance has the weights' shape.
+    """Quantizes [block, blocks]. Of the ranges tried, it takes the one with the least sum of importance * error^2.
 
-    For given levels the best scale is a weighted least squares (llama.cpp's k-quants look for theirs that way). No block is worse than
-    rounding to nearest leaves it, but for the rounding of its scale to float16.
+    `importance` has the weights' shape. For given levels, the best scale is a weighted least-squares solution, as in llama.cpp's k-quants.
+    No block is worse than with plain rounding to nearest, apart from the effect of rounding its scale to float16.
     """
-    # Within a block only ratios count: one that is scaled to 1 overflows and underflows nowhere.
+    # Only ratios within a block matter. Scaling its largest weight to 1 avoids overflow and underflow.
     largest = np.maximum(weights.max(axis=0), -weights.min(axis=0))
     unit = np.divide(weights, largest, out=np.zeros_like(weights), where=largest > 0)
     fit = _Fit(unit, importance, bits)
@@ -199,7 +201,7 @@ def search(weights: Floats, importance: Floats, bits: int) -> Levels:
         scales, best = np.where(better, fitted, scales), np.where(better, gain, best)
     for _ in range(_REFINEMENTS):
         scales = fit.scales(scales)[0]
-    # The stored levels are the nearest under the final scale, in the weights' own unit, so the error is measured on them.
+    # Stored levels are the nearest ones for the final scale in the weights' own unit, so errors are measured on these.
     searched = _rounded(weights, (scales * largest).astype(np.float32), bits)
     plain = _rounded(weights, _plain_scales(weights, bits), bits)
     errors = [_error(weights, importance, levels, bits) for levels in (plain, searched)]
@@ -211,7 +213,7 @@ def search(weights: Floats, importance: Floats, bits: int) -> Levels:
 
 
 class _Fit:
-    """Fits scales to blocks [block, blocks]; its scratch arrays are reused."""
+    """Fits scales to blocks [block, blocks], and reuses its scratch arrays between calls."""
 
     def __init__(self, unit: Floats, importance: Floats, bits: int) -> None:
         self._unit, self._importance, self._bits = unit, importance, bits
@@ -219,7 +221,7 @@ class _Fit:
         self._steps, self._products = np.empty_like(unit), np.empty_like(unit)
 
     def scales(self, scales: Floats) -> tuple[Floats, Floats]:
-        """Returns the best scales [blocks] for the levels that `scales` gives, and by how much they lower the error from that of zeros."""
+        """Returns the best scales [blocks] for the levels that `scales` yields, and how much less the error is than with all weights 0."""
         steps = _steps(self._unit, scales, self._bits, self._steps)
         matched = np.multiply(self._weighted, steps, out=self._products).sum(axis=0)
         np.multiply(steps, steps, out=self._products)
@@ -229,19 +231,19 @@ class _Fit:
 
 
 def _half(bits: int) -> np.float32:
-    """The level that stands for 0."""
+    """The level that represents 0."""
     return np.float32(1 << (bits - 1))
 
 
 def _plain_scales(weights: Floats, bits: int) -> Floats:
-    """Scales [blocks] of rounding to nearest: the weight farthest from 0 gets level 0 (as in llama.cpp's Q4_0), so no level is unused."""
+    """Scales [blocks] for rounding to nearest. The weight farthest from 0 gets level 0, as in llama.cpp's Q4_0, so no level is unused."""
     low, high = weights.min(axis=0), weights.max(axis=0)
     farthest: Floats = np.where(-low >= high, low, high)
     return -farthest / _half(bits)
 
 
 def _halves(scales: Floats) -> Floats:
-    """The nearest float16 numbers of scales, unless they are infinite or 0: the row kernels read half the bytes of a matrix of such."""
+    """Rounds scales to float16, unless that gives infinity or 0. If all fit into float16, the row kernels read them in half the bytes."""
     with np.errstate(over="ignore"):
         halves = scales.astype(np.float16).astype(np.float32)
     rounded: Floats = np.where(np.isfinite(halves) & (halves != 0), halves, scales)
@@ -249,7 +251,7 @@ def _halves(scales: Floats) -> Floats:
 
 
 def _ranges(scales: Floats, bits: int) -> Iterator[Floats]:
-    """Yields scales [blocks] to try; the given ones are those of the full range."""
+    """Yields scales [blocks] to try. `scales` are those of the full range."""
     for part in _PARTS[bits]:
         yield scales * np.float32(part)
     half = 1 << (bits - 1)
@@ -264,7 +266,7 @@ def _rounded(weights: Floats, scales: Floats, bits: int) -> Levels:
 
 
 def _steps(weights: Floats, scales: Floats, bits: int, out: Floats) -> Floats:
-    """Puts into `out` how many steps from 0 each weight's nearest level is."""
+    """Writes the nearest level of each weight into `out`, counted in steps from 0."""
     np.multiply(weights, inverses(scales), out=out)
     np.rint(out, out=out)
     half = _half(bits)
@@ -272,7 +274,7 @@ def _steps(weights: Floats, scales: Floats, bits: int, out: Floats) -> Floats:
 
 
 def _error(weights: Floats, importance: Floats, rounded: Levels, bits: int) -> NDArray[np.float64]:
-    """Sum of importance * error^2 [blocks], each in units of the block's largest weight."""
+    """The sum of importance * error^2 for each block [blocks]; errors are relative to the block's largest weight."""
     errors = rounded.levels.astype(np.float32)
     errors -= _half(bits)
     errors *= rounded.scales

@@ -1,4 +1,4 @@
-"""The ONNX half of an export: graphs, their external data, and their facts for the manifest. See docs/design/onnx-graphs.md."""
+"""The ONNX part of an export: the graphs, their external data, and the manifest's facts about them. See docs/design/onnx-graphs.md."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from edge_export.parity.reference import Reference, why_not
 from edge_export.quantization.importance import Importance
 from edge_runtime.bundle.manifest import MAX_DRAFT_LENGTH, CacheBuffer, CacheLayout, MediaInputs, OnnxGraphs, Rotation
 
-# Spare rows of a sliding buffer: they hold the longest forward, and the more there are, the more rarely rows move to the front.
+# Spare rows of a sliding buffer. They must hold the longest forward. The more there are, the more rarely rows are moved to the front.
 SPARE_ROWS = 256
-# llama.cpp ends a generation at these too, by their text (src/llama-vocab.cpp).
+# Pieces that end a generation, besides the tokenizer's EOS. llama.cpp recognizes the same ones by their text (src/llama-vocab.cpp).
 # fmt: off
 _END_PIECES = frozenset((
     "<eos>", "<turn|>", "<|tool_response>", "<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>",
@@ -49,7 +49,7 @@ def write_onnx(
     folder: Path,
     progress: Callable[[int], None],
 ) -> OnnxFiles:
-    """Writes graphs and data files into `folder`; `progress` gets the bytes written since its last call.
+    """Writes graphs and data files into `folder`. `progress` is called with the number of bytes written since its last call.
 
     Raises ExportError, CheckpointError.
     """
@@ -97,7 +97,7 @@ def write_onnx(
 def _write_dynamic(
     target: TargetWeights, drafter: DrafterWeights, formats: TargetFormats, layout: CacheLayout, paths: Mapping[str, Path]
 ) -> set[str]:
-    """Writes the graphs; returns the contrib ops in use."""
+    """Writes the graphs of dynamic shapes and returns the names of the contrib operators that they use."""
     assert target.table is not None
     contrib_ops = write_target(target, paths["target"], paths["target_head"], formats)
     return contrib_ops | write_drafter(target.model, layout.drafter_sources, drafter, target.table, formats.kv, paths["drafter"])
@@ -114,10 +114,11 @@ def _part(role: str, path: Path, kind: str, request: OnnxRequest) -> BundlePart:
 def compare(
     reference: Reference, files: OnnxFiles, request: OnnxRequest, inputs: MediaInputs | None, folder: Path, *, calibrated: bool
 ) -> dict[str, Any]:
-    """Compares written graphs with the reference. If their weights are not float32, float32 graphs are written, compared and removed too,
-    and where they are `calibrated`, graphs that are not.
+    """Compares written graphs with the reference.
 
-    `inputs` are those of the encoders. Returns the figures for the manifest, or {"skipped": reason}. Raises ParityError.
+    If their weights are not float32, it also writes float32 graphs, compares them and removes them again. If the graphs are `calibrated`,
+    it does the same with graphs that are not. `inputs` are those of the encoders. Returns the figures for the manifest, or
+    {"skipped": reason}. Raises ParityError.
     """
     target = reference.target
     exact = (request.target, request.drafter, request.embedding, request.kv) == ("f32", "f32", None, "f32")
@@ -152,7 +153,7 @@ def compare(
 
 
 def _better(reference: Reference, request: OnnxRequest) -> str | None:
-    """Returns the option for the next better type of weights, with about how many bytes the graphs take then."""
+    """Returns the option for the next better weight type, with the approximate size of its graphs; None if there is no better type."""
     types = list(reversed(WEIGHT_TYPES))
     place = types.index(request.target) + 1
     if place == len(types):
@@ -163,7 +164,7 @@ def _better(reference: Reference, request: OnnxRequest) -> str | None:
 
 
 def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> OnnxGraphs:
-    """Returns the manifest's facts of a pair's graphs."""
+    """Returns the manifest's facts about a pair's graphs."""
     assert target.tokenizer is not None  # resolve_pair rejects a checkpoint without one
     model, vocabulary = target.checkpoint.architecture, target.tokenizer
     ends = {token for token, piece in enumerate(vocabulary.pieces) if piece in _END_PIECES}
@@ -182,7 +183,7 @@ def onnx_facts(target: ResolvedSource, contrib_ops: set[str], opset: int) -> Onn
 
 
 def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
-    """Full layers rotate the first pairs only (transformers, modeling_rope_utils.py, proportional)."""
+    """The rotations by kind of layer. Full layers rotate only the first pairs (transformers, modeling_rope_utils.py, proportional)."""
     full = model.full_head_dim
     rotated = int(model.full_rotary_share * full // 2)
     rotations = [Rotation(kind="full", base=model.full_rope_base, head_dim=full, rotated_pairs=rotated)]
@@ -192,7 +193,10 @@ def _rotations(model: TextArchitecture) -> tuple[Rotation, ...]:
 
 
 def _buffers(model: TextArchitecture, layout: CacheLayout, request: OnnxRequest) -> tuple[CacheBuffer, ...]:
-    """In graphs of fixed shapes, sliding buffers are rings of the drafter's window, the rows that may be rolled back, and a verify."""
+    """Returns the K/V buffers of the owning layers.
+
+    In graphs of fixed shapes, a sliding buffer is a ring. It holds the drafter's window, the rows that may be rolled back, and one verify.
+    """
     kept, verify, static = model.window + 1 + layout.rewind_slack, MAX_DRAFT_LENGTH + 1, request.device is not None
     rows = {SLIDING: kept + (verify if static else SPARE_ROWS), FULL: layout.full.capacity + (0 if static else verify)}
     return tuple(

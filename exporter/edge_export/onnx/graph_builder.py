@@ -1,7 +1,7 @@
 """Builds ONNX graphs node by node. The only module that imports onnx.
 
-What the runtime's kernels compute is written as one node of their domain, with a function of that name in the same file: its nodes are
-stock operators, which onnxruntime puts in the node's place where there are no kernels. So a graph runs everywhere, and says what it means.
+Each operation that the runtime's kernels compute is one node in the kernels' domain. The same file defines it as an ONNX function of
+stock operators, and onnxruntime expands the node to that function where the kernels are not loaded. So a graph runs everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edge_export.errors import ExportError
 from edge_export.onnx.weights import Matrix, Stored
 from edge_runtime.bundle.onnx_graph import CONTRIB, KERNELS
 
-# RMSNormalization came with 23 (onnx 1.18, IR 11).
+# The first opset with RMSNormalization is 23 (onnx 1.18, IR 11).
 OPSET, IR_VERSION = 23, 11
 _TYPES = {
     "f32": TensorProto.FLOAT,
@@ -35,15 +35,16 @@ _TYPES = {
     "i8": TensorProto.INT8,
 }
 Shape = Sequence[int | str]
-# The activations of block-quantized products are rounded to int8 (MatMulNBits, accuracy_level).
+# MatMulNBits' accuracy_level that rounds activations to int8.
 _INT8_ACTIVATIONS = 4
-# Activations that a checkpoint rounds itself are multiplied as they are; the kernels take both roundings and the product as one.
+# The accuracy_level for a checkpoint that rounds activations itself: they are multiplied as float32, without a second rounding. The
+# kernels compute the product with both of the checkpoint's roundings in one operator.
 _FLOAT_ACTIVATIONS = 1
 _LOWEST, _HIGHEST = -128.0, 127.0
 
 
 class Body(NamedTuple):
-    """Where the stock nodes of a kernel's operator go, and what the operator's inputs and outputs are called there."""
+    """The graph that takes the stock nodes of a kernel's operator, and the names of the operator's inputs and outputs in that graph."""
 
     graph: GraphBuilder
     inputs: Sequence[str]
@@ -51,9 +52,11 @@ class Body(NamedTuple):
 
 
 class GraphBuilder:
-    """A graph being built. Values are strings: their names. A subgraph can use the values of its outer graph, which holds its weights.
+    """A graph being built. A value is represented by its name. A subgraph can use values of its outer graph; the outermost graph holds all
+    weights.
 
-    With `kernels` it has the operators of the runtime's kernels, which compute products with weights in blocks, and what lies between them.
+    With `kernels`, the graph uses the operators of the runtime's kernels: products with block-quantized weights, and the operations between
+    these products.
     """
 
     opset, ir_version = OPSET, IR_VERSION
@@ -76,7 +79,7 @@ class GraphBuilder:
         return GraphBuilder(name, self)
 
     def input(self, name: str, kind: str, shape: Shape) -> str:
-        """Declares an input; strings in `shape` are sizes known at run time only."""
+        """Declares an input. A string in `shape` names a dimension whose size is known only at run time."""
         self._inputs.append(helper.make_tensor_value_info(name, _TYPES[kind], list(shape)))
         return name
 
@@ -86,7 +89,7 @@ class GraphBuilder:
         return value
 
     def ops(self, kind: str, inputs: Sequence[str], outputs: int | Sequence[str], *, domain: str = "", **attributes: Any) -> list[str]:
-        """Appends a node with several outputs, given by number or by name."""
+        """Appends a node with several outputs and returns their names; `outputs` is their number or the names themselves."""
         names = [self.fresh(kind) for _ in range(outputs)] if isinstance(outputs, int) else list(outputs)
         if domain == CONTRIB:
             self.contrib_ops.add(kind)
@@ -95,15 +98,15 @@ class GraphBuilder:
         return names
 
     def op(self, kind: str, *inputs: str, domain: str = "", name: str | None = None, **attributes: Any) -> str:
-        """Appends a node with one output and returns it."""
+        """Appends a node with one output and returns that output's name."""
         return self.ops(kind, inputs, [name] if name else 1, domain=domain, **attributes)[0]
 
     @contextmanager
     def kernel(self, kind: str | None, inputs: Sequence[str], outputs: Sequence[str], **attributes: float) -> Iterator[Body]:
-        """Appends an operator of the kernels, and gives the file a function of the stock nodes that are emitted into the yielded graph.
+        """Appends an operator of the kernels, and defines it in the file as a function of the stock nodes that the caller adds to the body.
 
-        These read and give nothing but the yielded names; weights that they ask for become further inputs of the operator, in that order.
-        Without kernels, or where there is none of this `kind` (None), these nodes stand in this graph themselves.
+        These nodes may read and write only the yielded names. Weights that they use become further inputs of the operator, in order of use.
+        Without kernels, or if `kind` is None, the nodes go directly into this graph.
         """
         if kind is None or not self._kernels:
             yield Body(self, inputs, outputs)
@@ -117,14 +120,14 @@ class GraphBuilder:
         self._nodes.append(node)
 
     def _overload(self, function: Any) -> str:
-        """The name that tells a function from others of its name; equal functions share one."""
+        """Returns the `overload` that distinguishes this function from others of the same name; equal functions share one."""
         known = self._functions.setdefault(function.SerializeToString(deterministic=True), function)
         if not known.overload:
             known.overload = str(sum(other.name == known.name for other in self._functions.values()))
         return str(known.overload)
 
     def integers(self, values: Sequence[int] | NDArray[np.integer]) -> str:
-        """A small int64 constant, kept in the graph itself (shapes must be)."""
+        """A small int64 constant, stored in the graph itself, which is required for shapes."""
         return self._constant(np.asarray(values, np.int64))
 
     def floats(self, values: float | Sequence[float] | NDArray[np.float32]) -> str:
@@ -140,7 +143,7 @@ class GraphBuilder:
         return self._constant(np.empty((0, *shape), np.float32))
 
     def weight(self, stored: Stored) -> str:
-        """A weight in an external data file; the same bytes under the same shape are one."""
+        """Declares a weight in an external data file and returns its name. A weight with the same bytes and shape is declared once."""
         name = f"{Path(stored.location).stem}@{stored.offset}x{'x'.join(map(str, stored.shape))}"
         if name not in self._root._initializers:
             tensor = TensorProto(name=name, data_type=_TYPES[stored.type], dims=stored.shape, data_location=TensorProto.EXTERNAL)
@@ -150,7 +153,7 @@ class GraphBuilder:
         return name
 
     def linear(self, value: str, matrix: Matrix, *, name: str | None = None) -> str:
-        """value [..., columns] times the transposed matrix: [..., rows]."""
+        """Returns the product [..., rows] of value [..., columns] and the transposed matrix."""
         before, after = matrix.rounding or (0.0, 0.0)
         result, scales = name or self.fresh("product"), {"input_scale": float(before), "output_scale": float(after)}
         trained = "MatMulStatic" if before and matrix.sizes else None
@@ -161,7 +164,7 @@ class GraphBuilder:
         return result
 
     def _as_int8(self, value: str, scale: float, *, name: str | None = None) -> str:
-        """The nearest multiple of `scale` from -128 to 127 times it (transformers, gemma_quant.py, apply_srq); 0 rounds nothing."""
+        """Rounds to the nearest of the multiples -128 to 127 of `scale`; 0 rounds nothing. As transformers' apply_srq in gemma_quant.py."""
         if not scale:
             return value
         step = self.floats(scale)
@@ -169,7 +172,7 @@ class GraphBuilder:
         return self.op("Mul", level, step, name=name)
 
     def _product(self, value: str, matrix: Matrix, *, name: str | None = None) -> str:
-        """A product without any rounding that the checkpoint asks for."""
+        """The product alone, without the roundings that the checkpoint specifies."""
         kind = "MatMulHalves" if matrix.format.kind == "f16" else "MatMulRows" if matrix.sizes and matrix.rounding is None else None
         result = name or self.fresh("product")
         with self.kernel(kind, [value], [result], **matrix.sizes) as (body, (rows,), (product,)):
@@ -182,7 +185,7 @@ class GraphBuilder:
         return result
 
     def gather(self, matrix: Matrix, indices: str) -> str:
-        """Rows of the matrix as float32 [*indices, columns]; only these are read."""
+        """Returns the selected rows of the matrix as float32 [*indices, columns]. Other rows are not read."""
         spec = matrix.format.spec
         if spec is None:
             rows = self.op("Gather", self.weight(matrix.values), indices, axis=0)
@@ -201,7 +204,7 @@ class GraphBuilder:
         )
 
     def split(self, value: str, sizes: Sequence[int]) -> list[str]:
-        """Splits the last axis into parts of constant sizes, which compilers of accelerators ask for."""
+        """Splits the last axis into parts of constant sizes, because compilers for accelerators require constants here."""
         return self.ops("Split", [value, self.integers(sizes)], len(sizes), axis=-1)
 
     def fresh(self, stem: str) -> str:
@@ -246,7 +249,7 @@ class GraphBuilder:
 
 
 class _Function(GraphBuilder):
-    """The stock nodes of a kernel's operator. Constants are nodes, and weights are inputs behind the others."""
+    """Collects the stock nodes of a kernel's operator. Constants become nodes, and weights become inputs after the others."""
 
     def __init__(self, model: GraphBuilder) -> None:
         super().__init__("function")
@@ -258,7 +261,7 @@ class _Function(GraphBuilder):
         return f"w{len(self.weights)}"
 
     def proto(self, kind: str, body: Body, attributes: Sequence[str]) -> Any:
-        """The function of an operator with these attributes, which its nodes have as numbers."""
+        """Returns the function of an operator with these attributes. Its nodes have the attributes' values built in."""
         inputs = [*body.inputs, *(f"w{place + 1}" for place in range(len(self.weights)))]
         return helper.make_function(KERNELS, kind, inputs, body.outputs, self._nodes, self._opsets(), attributes)
 
@@ -272,27 +275,27 @@ class _Function(GraphBuilder):
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRange:
-    """The least and the greatest value of an activation in a calibration text."""
+    """The lowest and the highest value of an activation on the calibration text."""
 
     low: float
     high: float
 
     @property
     def scale(self) -> np.float32:
-        """The step of 16 bits over this range, widened by half for other text; the range includes zero."""
+        """The quantization step of 16 bits. The range is extended to include zero, and widened 1.5 times as other text may exceed it."""
         return np.float32(max(1.5 * (max(self.high, 0.0) - min(self.low, 0.0)) / 65535, 1e-9))
 
     @property
     def zero_point(self) -> np.uint16:
-        """The level that is zero."""
+        """The level that represents zero."""
         return np.uint16(min(round(-1.5 * min(self.low, 0.0) / float(self.scale)), 65535))
 
 
 class PlainGraph(GraphBuilder):
-    """A graph of operators of ONNX opset 21 alone.
+    """A graph that uses only operators of ONNX opset 21.
 
-    With `with_ranges`, a graph for calibration: it outputs the ranges of each matrix's input and output as `range.NAME` [4].
-    With `ranges` by matrix, inputs and outputs of integer matrices are rounded to 16 bits.
+    `with_ranges` makes a graph for calibration, which outputs the range of each integer matrix's input and output as `range.NAME` [4].
+    `ranges` holds these two ranges by matrix; the graph then rounds the inputs and outputs of these matrices to 16 bits.
     """
 
     opset, ir_version = 21, 10
@@ -303,7 +306,7 @@ class PlainGraph(GraphBuilder):
         self._with_ranges = with_ranges
 
     def linear(self, value: str, matrix: Matrix, *, name: str | None = None) -> str:
-        """value [..., columns] times the matrix: [..., rows]."""
+        """Returns the product [..., rows] of value [..., columns] and the matrix, which is stored transposed."""
         stored = self.weight(matrix.values)
         if stored not in self._ranges:
             product = self.op("MatMul", value, self._dense(matrix), name=name)

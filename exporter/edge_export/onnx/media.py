@@ -34,9 +34,9 @@ EPSILON = 1e-6
 
 
 class Tower:
-    """A graph of a tower being built, and the tensors of the checkpoint that it reads, whose names begin with `prefix`.
+    """The graph of an encoder's tower while it is built. It reads the checkpoint's tensors whose names begin with `prefix`.
 
-    `format` is that of the layers' matrices; the few outside of the layers are never in blocks.
+    `format` applies to the matrices of the layers. The few matrices outside the layers are never block-quantized.
     """
 
     def __init__(self, graph: GraphBuilder, checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat, prefix: str) -> None:
@@ -45,19 +45,19 @@ class Tower:
         self._outer = WeightFormat(kind="f16") if format.kind == "blocks" else format
 
     def values(self, name: str) -> NDArray[np.float32]:
-        """Returns a tensor."""
+        """Returns the values of a tensor; `name` does not include the prefix."""
         return read_values(self._checkpoint.others[self._prefix + name])
 
     def stored(self, values: NDArray[np.floating[Any]]) -> str:
-        """Puts values into the data file as float32."""
+        """Writes values into the data file as float32, and returns the weight's name in the graph."""
         return self.graph.weight(self._weights.array(values.astype(np.float32), "f32"))
 
     def vector(self, name: str) -> str:
-        """A small tensor in the data file."""
+        """Writes a small tensor into the data file, and returns the weight's name in the graph."""
         return self.stored(self.values(name))
 
     def linear(self, value: str, name: str, *, outer: bool = False) -> str:
-        """value times the transposed matrix `name`; `outer`: a matrix outside of the layers, whose name is complete."""
+        """Returns value times the transposed matrix `name`. With `outer`, it is outside the layers and `name` is its full name."""
         full = name if outer else f"{self._prefix}{name}"
         tensor = self._checkpoint.others[full]
         rows, columns = tensor.shape
@@ -65,7 +65,7 @@ class Tower:
         return self.graph.linear(value, matrix)
 
     def clipped(self, value: str, name: str) -> str:
-        """A product whose input and output are clipped, if the checkpoint has bounds."""
+        """Returns a product whose input and output are clipped if the checkpoint has bounds for them."""
         value = self._clip(value, name, "input")
         return self._clip(self.linear(value, f"{name}.linear.weight"), name, "output")
 
@@ -93,7 +93,7 @@ class Tower:
         return normed
 
     def added(self, value: str, branch: str, name: str, factor: float = 1.0) -> str:
-        """value plus the RMS norm of a branch with the weight `name`, times a factor."""
+        """Returns value plus the RMS norm of a branch; the norm's weight `name` is multiplied by `factor`."""
         weight, total = self.values(f"{name}.weight") * np.float32(factor), self.graph.fresh("sum")
         inputs = [value, branch, self.stored(weight), "", ""]
         with self.graph.kernel("ResidualRows", inputs, [total], epsilon=EPSILON, width=len(weight)) as body:
@@ -103,22 +103,25 @@ class Tower:
         return total
 
     def shaped(self, value: str, shape: Sequence[int]) -> str:
-        """The value in another shape; -1 is a size known at run time."""
+        """Reshapes value; -1 stands for a size known only at run time."""
         return self.graph.op("Reshape", value, self.graph.integers(shape))
 
     def turned(self, value: str, *order: int) -> str:
-        """The value with its axes in another order."""
+        """Transposes value to this order of axes."""
         return self.graph.op("Transpose", value, perm=list(order))
 
 
-# Patches of images come in groups of nine, those of one soft row, so that pooling is a mean over neighbours; attention knows no order.
+# The nine patches of one soft row follow each other, so that pooling is a mean over adjacent rows. Attention does not depend on the order.
 
 _PIXELS, _GROUP = 768, 9
 _ROPE_BASE = 100.0
 
 
 def build_vision(tower: Tower, vision: VisionTower, text_size: int) -> None:
-    """Adds the tower from `patches` [1, n, 768], values in [0, 1], at `x` [n] and `y` [n], to `rows` [1, n / 9, hidden size]."""
+    """Builds the vision tower. Inputs: `patches` [1, n, 768] with values in [0, 1], and their positions `x` [n] and `y` [n].
+
+    Output: `rows` [1, n / 9, text_size].
+    """
     graph = tower.graph
     patches = graph.input("patches", "f32", (1, "patches", _PIXELS))
     x, y = graph.input("x", "i64", ("patches",)), graph.input("y", "i64", ("patches",))
@@ -137,9 +140,9 @@ def build_vision(tower: Tower, vision: VisionTower, text_size: int) -> None:
 
 
 def _turns(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]:
-    """Cosines and signed sines [1, n, 1, head size]: the first half of a head turns by x, the second by y."""
+    """Cosines and signed sines [1, n, 1, head size]. The first half of a head is rotated by x, the second by y."""
     graph, pairs = tower.graph, vision.hidden_size // vision.heads // 4
-    # In float32, as transformers.
+    # transformers computes these in float32, too.
     exponents = np.arange(0, 2 * pairs, 2, dtype=np.float32) / np.float32(2 * pairs)
     angles = np.arange(vision.positions, dtype=np.float32)[:, None] / np.float32(_ROPE_BASE) ** exponents
     tables = []
@@ -169,7 +172,7 @@ def _image_attention(tower: Tower, vision: VisionTower, value: str, at: str, tur
         rows = tower.shaped(tower.clipped(value, f"{at}{name}_proj"), (1, -1, heads, each))
         rows = tower.plain_norm(rows, each) if name == "v" else _turned(graph, tower.norm(rows, f"{at}{name}_norm"), turns)
         projected.append(tower.shaped(rows, (1, -1, size)))
-    # Without a mask, and in blocks: whole scores would take 0.3 GB at 280 soft rows of E2B, 4.9 GB at 1120.
+    # This operator computes attention in blocks. The full scores would take 0.3 GB at 280 soft rows of E2B, and 4.9 GB at 1120.
     attended = graph.op("MultiHeadAttention", *projected, domain=CONTRIB, num_heads=heads, scale=1.0)
     return tower.clipped(attended, f"{at}o_proj")
 
@@ -180,7 +183,7 @@ def _turned(graph: GraphBuilder, value: str, turns: tuple[str, str]) -> str:
     return graph.op("Add", graph.op("Mul", value, turns[0]), graph.op("Mul", other, turns[1]))
 
 
-# Attention to sound is local: a block of 12 rows attends to itself and to the block before it.
+# Attention of the audio tower is local: a block of 12 rows attends to itself and to the block before it.
 
 _BLOCK, _CONTEXT = 12, 24
 _CAP = 50.0
@@ -190,16 +193,17 @@ _KERNEL = 5
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all layers use: the mask [blocks, 1, 12, 24] and sines of relative positions [13, hidden size]."""
+    """Values that all layers use: the mask [blocks, 1, 12, 24], and the sines and cosines of relative positions [13, hidden size]."""
 
     mask: str
     positions: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 def build_audio(tower: Tower, audio: AudioTower, text_size: int) -> None:
-    """Adds the tower from `mels` [1, 1, frames, 128] to `rows` [1, n, hidden size], n a multiple of 12.
+    """Builds the audio tower from `mels` [1, 1, frames, 128] to `rows` [1, n, text_size], where n is a multiple of 12.
 
-    `filler` [1, m, tower's size] are zeros that fill the rows up; `mask` [n / 12, 1, 12, 24] is added to the scores of each block.
+    The input `filler` [1, m, tower's hidden size] is zeros, which pad the rows to a multiple of 12. The input `mask` [n / 12, 1, 12, 24] is
+    added to the scores of each block.
     """
     graph = tower.graph
     mels = graph.input("mels", "f32", (1, 1, "frames", MELS))
@@ -264,7 +268,7 @@ def _convolution(tower: Tower, audio: AudioTower, value: str, at: str) -> str:
 def _sound_attention(tower: Tower, audio: AudioTower, value: str, at: str, shared: _Shared) -> str:
     graph, heads = tower.graph, audio.heads
     each = audio.hidden_size // heads
-    # The factors of q, of k and of the softcap are all in q's; relative keys are divided by k's.
+    # The factors of q, of k and of the softcap are all folded into q's. Relative keys have no factor, so they are divided by k's.
     key_factor = math.log(1 + math.e) / math.log(2)
     scale = np.logaddexp(0, tower.values(f"{at}per_dim_scale").astype(np.float64)) * (key_factor * each**-0.5 / math.log(2) / _CAP)
     query, key, cached = (tower.shaped(tower.clipped(value, f"{at}{name}_proj"), (-1, _BLOCK, heads, each)) for name in ("q", "k", "v"))
@@ -273,7 +277,7 @@ def _sound_attention(tower: Tower, audio: AudioTower, value: str, at: str, share
     relative = shared.positions @ tower.values(f"{at}relative_k_proj.weight").T / np.float32(key_factor)
     table = np.zeros((heads, each, _CONTEXT + 1), np.float32)
     table[:, :, :_DISTANCES] = relative.reshape(_DISTANCES, heads, each).transpose(1, 2, 0)
-    # 25 columns read as rows of 24 move each row one further (arXiv:1901.02860, appendix B).
+    # Reading rows of 25 columns as rows of 24 shifts each row one column further than the row before (arXiv:1901.02860, appendix B).
     moved = tower.shaped(graph.op("MatMul", query, tower.stored(table)), (-1, heads, _BLOCK * (_CONTEXT + 1)))
     moved = graph.op("Slice", moved, graph.integers([0]), graph.integers([_BLOCK * _CONTEXT]), graph.integers([2]))
     scores = graph.op("MatMul", query, tower.turned(key, 0, 2, 3, 1))
@@ -285,7 +289,7 @@ def _sound_attention(tower: Tower, audio: AudioTower, value: str, at: str, share
 
 
 def _with_block_before(graph: GraphBuilder, blocks: str, heads: int, each: int) -> str:
-    """Blocks [n, 12, heads, size] as [n, 24, heads, size], each behind the one before it, the first behind zeros."""
+    """Extends blocks [n, 12, heads, size] to [n, 24, heads, size]: each follows the block before it, and the first follows zeros."""
     all_but_last = graph.op("Slice", blocks, graph.integers([0]), graph.integers([-1]), graph.integers([0]))
     before = graph.op("Concat", graph.floats(np.zeros((1, _BLOCK, heads, each), np.float32)), all_but_last, axis=0)
     return graph.op("Concat", before, blocks, axis=1)
@@ -297,8 +301,9 @@ _QUANTIZATION_BLOCK: Block = 32
 def write_encoders(
     checkpoint: Checkpoint, weights: MediaWeights, folder: Path, progress: Callable[[int], None]
 ) -> tuple[tuple[BundlePart, ...], set[str]]:
-    """Writes the graphs, each with a data file of its own, so that each can be loaded alone; returns the files, and the contrib operators
-    in use. Raises CheckpointError.
+    """Writes the encoders' graphs. Each has its own data file, so that it can be loaded alone.
+
+    Returns the files and the contrib operators that they use. Raises CheckpointError.
     """
     media = media_architecture(checkpoint)
     vision, audio = check_towers(media)

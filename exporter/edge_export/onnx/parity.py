@@ -1,6 +1,6 @@
-"""Compares ONNX graphs, run by the runtime's onnxruntime backend, with the reference, as `edge_export.parity.gguf` does for GGUF.
+"""Compares ONNX graphs with the reference, as `edge_export.parity.gguf` does for GGUF. The runtime's onnxruntime backend runs them.
 
-Here the reference's assistant runs unchanged: with its sparse head, if it has one, and its own attention window.
+The reference's assistant runs unchanged here: with its sparse head, if it has one, and with its own attention window.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from edge_runtime.media.soft_rows import Media
 _RANGE = "range."
 # Both compute in float32 and differ only in the order of summation. On the reference pair the logits are within 1e-4.
 LIMITS = ParityLimits(max_abs_difference=0.01, mean_kl=WEIGHT_TYPES["f32"].mean_kl, greedy_agreement=0.99, draft_agreement=0.99)
-# Where activations are rounded to int8, the last bit of a float32 decides some levels.
+# Limits where activations are rounded to int8: there, a difference in the last bit of a float32 can change a level.
 ROUNDED_LIMITS = ParityLimits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9)
-# Of the encoders' soft rows, as shares of their norm. float16 weights are multiplied in float32; float16 holds bfloat16's but tiny ones.
+# Limits of the error of the encoders' soft rows, relative to their norm. float16 weights are multiplied in float32, and float16 holds
+# all bfloat16 weights exactly except tiny ones, so f16 has the same limit as f32.
 ENCODER_LIMITS: dict[MediaWeights, float] = {"f32": 1e-3, "f16": 1e-3, "int8": 0.1}
 
 
@@ -50,11 +51,11 @@ def measure_onnx_parity(
     better: str | None,
     uncalibrated: OnnxFiles | None,
 ) -> dict[str, Any]:
-    """Compares graphs of the request's weights and K/V rows, and `plain` ones with float32 weights (or the same).
+    """Compares two sets of graphs: `exported`, as requested, and `plain`, with float32 weights (the same files if float32 was requested).
 
-    `uncalibrated` are the graphs as they would be without their calibration.
-    `rounded`: activations are rounded to int8. `better` names the next better type for a refusal. Returns the figures for the manifest.
-    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the graphs do not run.
+    `uncalibrated` are the graphs as they would be without calibration. `rounded` says that activations are rounded to int8. `better` names
+    the next better weight type, for an error message. Returns the figures for the manifest. Raises ParityError if the graphs do not run or
+    a figure is beyond its limit; the message then names the figure, the limit and --no-verify.
     """
     judgement = Judgement(
         library="onnxruntime",
@@ -74,7 +75,7 @@ def measure_onnx_parity(
 def encoder_parity(
     reference: Reference, files: Mapping[str, Path], weights: MediaWeights, inputs: MediaInputs, hidden_size: int
 ) -> dict[str, Any]:
-    """Returns the figures of the encoders' graphs. Raises ParityError."""
+    """Compares the encoders' graphs and returns the figures. Raises ParityError."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
         from edge_runtime.backends.onnx.media_encoder import OrtMediaEncoder
@@ -86,7 +87,7 @@ def encoder_parity(
 
 
 def measure_ranges(target: ResolvedSource, files: OnnxFiles) -> dict[str, NDArray[np.float32]]:
-    """Runs static graphs that output their ranges over the test text; returns per matrix the least and greatest input and output, [4].
+    """Runs static graphs that output ranges over the test text. Returns the lowest and highest input and output of each matrix, [4].
 
     Raises ParityError.
     """
@@ -97,7 +98,7 @@ def measure_ranges(target: ResolvedSource, files: OnnxFiles) -> dict[str, NDArra
 
 
 def measure_rows(source: ResolvedSource, files: OnnxFiles) -> dict[str, NDArray[Any]]:
-    """Runs the target over the test text, as much of it as a window holds; returns its K/V rows [kv_heads, n, head_dim] by buffer.
+    """Runs the target over as much of the test text as a window holds. Returns its K/V rows [kv_heads, n, head_dim] by buffer name.
 
     Raises ParityError.
     """
@@ -157,7 +158,7 @@ def _opened(source: ResolvedSource, files: OnnxFiles, context: int, threads: int
             embedding=paths["embedding"],
             per_layer_embedding=paths.get("per_layer_embedding"),
         )
-    assert source.tokenizer is not None  # only a GGUF has none
+    assert source.tokenizer is not None  # only a GGUF source has no tokenizer here
     opened = PairFiles(
         target=paths["target"],
         target_head=paths.get("target_head"),

@@ -19,29 +19,30 @@ from edge_runtime.bundle.tokenizer_json import check_file
 from edge_runtime.errors import BundleError
 
 OnnxWeights = Literal["f32", "f16", "int8", "int4"]
-# Type of K/V rows.
+# Types of K/V rows.
 KvKind = Literal["f32", "f16", "int8"]
-# Type of the encoders' weights.
+# Types of the encoders' weights.
 MediaWeights = Literal["f32", "f16", "int8"]
 ONNX_MEDIA: dict[str, MediaWeights] = {"f32": "f32", "f16": "f16", "bf16": "f16", "q8_0": "int8"}
 Block = Literal[32, 64, 128]
 # "static": fixed shapes for any runtime; the others add the weight format that this execution provider needs.
 Device = Literal["static", "openvino-npu", "qnn"]
-# Default weights of a device. QNN's compiler fails on integer weights beside per-layer embeddings.
+# Default options for a device. QNN's compiler fails on integer weights in a model with per-layer embeddings.
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
-# onnxruntime's group_query_attention_helper.h, of heads that it rotates.
+# A head size must be a multiple of this if GroupQueryAttention rotates the heads (onnxruntime, group_query_attention_helper.h).
 _HEAD_STEP = 16
-# Default blocks: the fastest for dynamic shapes, and the size that was tested with fixed shapes.
+# Default block sizes: the fastest for dynamic shapes, and the one that was tested with fixed shapes.
 _BLOCK, _STATIC_BLOCK = 128, 32
-# Of an int8 target (docs/design/quantization.md). Real matrices lose 0.023, and 0.040 in blocks of 128; a row takes 1.06 times as long.
+# The block size of an int8 target (docs/design/quantization.md). Real matrices lose 0.023 nats with it, and 0.040 in blocks of 128. A row
+# takes 1.06 times as long.
 _INT8_BLOCK: Block = 32
-# Kinds of a layer's matrices that have 8 bits where int4 is mixed, and the embedding, by GGUF names.
+# Matrices that have 8 bits in mixed int4, by their GGUF names: kinds of a layer's matrices, and the embedding.
 _IN_8_BITS, _TABLE = frozenset({"attn_k", "attn_v", "ffn_down", "proj"}), "token_embd"
 
 
 @dataclass(frozen=True)
 class WeightType:
-    """A type of weights: floats, or levels of so many `bits` in blocks. `mean_kl`, in nats, is the most that its graphs may differ by."""
+    """A weight type: floats, or integers of `bits` bits in blocks. `mean_kl` is the limit of the graphs' mean KL divergence, in nats."""
 
     kind: Literal["f32", "f16", "blocks"]
     bits: int
@@ -59,23 +60,25 @@ WEIGHT_TYPES: dict[OnnxWeights, WeightType] = {
     "int8": WeightType("blocks", 8, 0.2),
     "int4": WeightType("blocks", 4, 1.0),
 }
-# Of mixed int4. Limits are above what real matrices of 270 million weights show, which lose more than larger models: 0.53 mixed without a
-# calibration, 0.92 the layers alone in blocks of 128 with it. They are at most 1.0, where a model's perplexity has doubled or tripled:
-# all in blocks of 128 without a calibration (3.24) is refused. Figures: docs/results.md and docs/design/quantization.md.
+# The limit for mixed int4. Limits are above the loss of real matrices of 270 million weights, which lose more than larger models: 0.53 for
+# mixed int4 without a calibration, and 0.92 for the layers alone in blocks of 128 with one. No limit is above 1.0, where a model's
+# perplexity has doubled or tripled. So all matrices in blocks of 128 without a calibration (3.24) are refused. Figures: docs/results.md and
+# docs/design/quantization.md.
 _MIXED_KL = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxRequest:
-    """How the two models' weights are stored; `block` applies to int8 and int4. `embedding` None: as the target's other weights.
+    """How the two models' weights are stored.
 
-    `block` None: 128. In graphs of dynamic shapes an int8 target then has 32, and int4 is *mixed*: blocks of 64, with 8 bits for the
+    `embedding` None: the same weight type as the target's other weights. `block` applies to int8 and int4. Its default is 128, with two
+    exceptions in graphs of dynamic shapes: an int8 target has 32, and int4 is *mixed*. Mixed int4 has blocks of 64, and 8 bits for the
     embedding, which is the head too, and for the weights whose rounding costs most (see weights.py).
 
-    Arithmetic is in float32 with f32 and f16 weights; int8 and int4 multiply with activations rounded to int8.
-    `on_grid`: the target was trained for int4 in blocks of 32, as `block` says then; its int4 matrices that lie on no grid get 8 bits.
-    `media`: the weights of the encoders of images and sound, None leaves them out.
-    `kv` is the type of K/V rows. With a `device` the graphs have fixed shapes and plain operators (docs/design/onnx-graphs.md).
+    With f32 and f16 weights, arithmetic is in float32. With int8 and int4, activations are rounded to int8 before they are multiplied.
+    `on_grid`: the target was trained for int4 in blocks of 32, and `block` is 32; matrices that lie on no grid get 8 bits.
+    `media` is the weight type of the encoders of images and sound; None leaves the encoders out. `kv` is the type of K/V rows. With a
+    `device`, the graphs have fixed shapes and plain operators (docs/design/onnx-graphs.md).
     """
 
     target: OnnxWeights = option("--onnx-target", default="int4", help="Weight type of the target's ONNX graphs.")
@@ -98,40 +101,41 @@ class OnnxRequest:
 
     @property
     def block_size(self) -> int:
-        """How many weights share a scale, where weights are not mixed."""
+        """How many weights share a scale, unless weights are mixed."""
         return self.block or (_BLOCK if self.device is None else _STATIC_BLOCK)
 
     @property
     def default_blocks(self) -> bool:
-        """Whether blocks are as graphs of dynamic shapes have them by default."""
+        """Whether the graphs have dynamic shapes and the default block sizes."""
         return self.block is None and self.device is None
 
     @property
     def of_target(self) -> OnnxRequest:
-        """The same with the blocks of the target: those of int8 are small, as its inputs are rounded block by block too."""
+        """This request with the target's block size. That of int8 is small, because inputs are rounded block by block too."""
         return replace(self, block=_INT8_BLOCK) if self.target == "int8" and self.default_blocks else self
 
     def mixed(self, weights: OnnxWeights) -> bool:
-        """Whether such weights are mixed of 4 and 8 bits."""
+        """Whether this weight type is mixed from 4 and 8 bits."""
         return weights == "int4" and self.default_blocks
 
     @property
     def kl_limit(self) -> float:
-        """The most that the target's graphs may differ by, in nats."""
+        """The limit of the target graphs' mean KL divergence from the reference, in nats."""
         weights = _MIXED_KL if self.mixed(self.target) else WEIGHT_TYPES[self.target].mean_kl
         return max(weights, WEIGHT_TYPES[self.kv].mean_kl)
 
     @property
     def table(self) -> OnnxWeights:
-        """The type of the target's embedding and head."""
+        """The weight type of the target's embedding and head."""
         return self.embedding or ("int8" if self.mixed(self.target) else self.target)
 
     @property
     def importance_roles(self) -> dict[str, frozenset[str] | None]:
-        """How the quantization of each role uses importance, of the roles whose weights are in blocks.
+        """How the quantization of each role whose weights are in blocks uses importance.
 
-        4 bits gain by compensation: such a role has the kinds of matrices, by GGUF names, whose errors are not compensated because they
-        have 8 bits. A drafter's table, which is its head, always has 8. With None no errors are compensated; they are only weighed.
+        The value is None if errors are only weighed and not compensated. Otherwise it is the kinds of matrices, by GGUF names, whose errors
+        are not compensated because they have 8 bits; only 4-bit matrices gain by compensation. A drafter's table, which is its head, always
+        has 8 bits.
         """
         without = (_IN_8_BITS if self.default_blocks else frozenset()) | (frozenset() if self.table == "int4" else {_TABLE})
         roles = (("target", self.target, without), ("drafter", self.drafter, without | {_TABLE}))
@@ -139,7 +143,7 @@ class OnnxRequest:
 
 
 def expected_onnx_bytes(target: Checkpoint, drafter: Checkpoint, request: OnnxRequest) -> int:
-    """Returns about how many bytes the graphs' data take, and the embeddings that a host looks up: float32 for f32, else float16."""
+    """Returns the approximate size of the graphs' data, with the tables that a host looks up, in float32 for f32 and else in float16."""
     pair = ((target, request.target), (drafter, request.drafter))
     weights = sum(int(half.parameters * WEIGHT_TYPES[kind].bytes) for half, kind in pair)
     tables = target.architecture.vocab_size * target.architecture.hidden_size * (1 if target.architecture.tied else 2)
@@ -149,14 +153,14 @@ def expected_onnx_bytes(target: Checkpoint, drafter: Checkpoint, request: OnnxRe
 
 
 def reads_rows(target: TextArchitecture, layer: int, *, drafter: bool = False) -> bool:
-    """Whether attention to this layer of the target is on rows: only the rows of a single K/V head are contiguous."""
+    """Whether attention to this target layer is on rows. This needs a single K/V head, as only then are the rows contiguous."""
     return (drafter or not target.is_sliding(layer)) and target.kv_heads_of(layer) == 1
 
 
 def _check_heads(target: ResolvedSource) -> None:
-    """onnxruntime's GroupQueryAttention, by which layers attend that do not read rows, rotates heads of such sizes only.
+    """Raises ExportError if GroupQueryAttention, which layers use that do not read rows, cannot rotate heads of this size.
 
-    A drafter's heads are those of the target's layers that it reads.
+    A drafter has the head sizes of the target layers that it reads, so it needs no check.
     """
     model = target.checkpoint.architecture
     for layer, kind in enumerate(model.layer_types[: model.owning_layers]):
@@ -169,7 +173,7 @@ def _check_heads(target: ResolvedSource) -> None:
 
 
 def _check_static(target: ResolvedSource, request: OnnxRequest) -> None:
-    """Raises ExportError if there are no such graphs of this target, or with these weights."""
+    """Raises ExportError if this target or these weight types cannot be exported with fixed shapes."""
     model = target.checkpoint.architecture
     if model.experts:
         raise ExportError(f"{target.origin} is a mixture of experts, which graphs of fixed shapes cannot route; leave --device out")
@@ -190,7 +194,7 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource, request:
         _check_heads(target)
     else:
         _check_static(target, request)
-    assert target.tokenizer is not None  # only a GGUF has none
+    assert target.tokenizer is not None  # only a GGUF source has no tokenizer here
     try:
         check_file(target.tokenizer.folder / TOKENIZER_NAME)
     except BundleError as error:
@@ -200,7 +204,7 @@ def check_onnx_sources(target: ResolvedSource, drafter: ResolvedSource, request:
 def check_towers(media: MediaArchitecture) -> tuple[VisionTower, AudioTower | None]:
     """Returns the towers of E2B or E4B. Raises ExportError for those of a larger member.
 
-    onnxruntime's GroupQueryAttention lets a row attend to earlier rows only.
+    Larger members need attention to later rows, and onnxruntime's GroupQueryAttention attends only to earlier ones.
     """
     vision, audio = media.vision, media.audio
     if media.bidirectional or not isinstance(vision, VisionTower) or vision.standardized or not isinstance(audio, AudioTower | None):
@@ -212,7 +216,7 @@ def check_towers(media: MediaArchitecture) -> tuple[VisionTower, AudioTower | No
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxFiles:
-    """The written graphs and data, the cache layout with their buffers, and the manifest's facts of them."""
+    """The written graphs and data files, the cache layout with the graphs' buffers, and the manifest's facts about the graphs."""
 
     parts: tuple[BundlePart, ...]
     layout: CacheLayout

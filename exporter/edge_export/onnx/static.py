@@ -1,8 +1,8 @@
-"""Graphs of fixed shapes for NPUs in plain operators of opset 21, and embeddings that the host looks up. See docs/design/onnx-graphs.md.
+"""Graphs of fixed shapes for NPUs, in plain operators of opset 21, and the embeddings for them. See docs/design/onnx-graphs.md.
 
-The host computes the masks too, and stores the K/V rows. Attention reads a buffer of past rows and the new rows, and outputs the new rows:
-the host writes the accepted ones into the buffer, so rolling back costs nothing. A mask from the host selects the rows that a query attends
-to, so a sliding buffer may be a ring. Math: as in onnx/graphs.
+The host looks embeddings up, computes the masks and stores the K/V rows. Attention reads a buffer of past rows and the new rows, and the
+graph outputs the new rows. The host copies only accepted rows into the buffer, so rolling back costs nothing. The host's mask selects the
+rows that a query attends to, so a sliding buffer may be a ring. The math is that of onnx/graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edge_runtime.bundle.manifest import CacheLayout, RuntimeSettings, StaticGra
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Fixed sizes of a graph: the rows of a forward, and those of the buffers by kind of layer."""
+    """Fixed sizes of a graph: the number of rows of a forward, and of the K/V buffers by kind of layer."""
 
     rows: int
     buffers: dict[str, int]
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class StaticInputs:
-    """A kind of layer's `cosine` and `sine` [1, rows, 1, head_dim/2] and additive `mask` [1, 1, rows, buffer rows + new rows]."""
+    """Inputs for one kind of layer: `cosine` and `sine` [1, rows, 1, head_dim/2], additive `mask` [1, 1, rows, buffer rows + new rows]."""
 
     cosine: str
     sine: str
@@ -47,7 +47,7 @@ class StaticInputs:
 
 
 def declare_static(graph: GraphBuilder, model: TextArchitecture, shape: Shape, new_rows: int) -> dict[str, StaticInputs]:
-    """Declares, per kind of layer there is, the inputs of its attention."""
+    """Declares the inputs of attention for each kind of layer that the model has."""
     declared = {}
     for kind, word in LAYER_KINDS.items():
         if kind not in model.layer_types:
@@ -63,7 +63,7 @@ def declare_static(graph: GraphBuilder, model: TextArchitecture, shape: Shape, n
 
 
 def declare_buffer(graph: GraphBuilder, model: TextArchitecture, shape: Shape, layer: int) -> CacheNames:
-    """Declares the buffers of an owning layer of the target, which the graph reads only."""
+    """Declares the K/V buffers of an owning layer of the target; the graph only reads them."""
     size = (1, model.kv_heads_of(layer), shape.buffers[model.layer_types[layer]], model.head_dim_of(layer))
     return CacheNames(key=graph.input(f"key.{layer}", "f32", size), value=graph.input(f"value.{layer}", "f32", size), owner=layer)
 
@@ -104,11 +104,11 @@ class StaticBlocks(Blocks):
         return self._attended(self._turned(query, layer), layer, cache, self._new_rows.get(cache.key))
 
     def keys_and_values(self, normed: str, layer: int, weights: BlockWeights, present: CacheNames) -> None:
-        """Outputs K and V of the norm of a layer's input [1, rows, hidden_size], and nothing else of the layer."""
+        """Outputs the K and V of a layer from its normed input [1, rows, hidden_size]; the rest of the layer is not computed."""
         self._keep(self._apart((normed, normed), layer, weights)[1:], layer, weights, present)
 
     def _keep(self, own: list[str], layer: int, weights: BlockWeights, present: CacheNames) -> None:
-        """Outputs keys and values, or keys that are both, as new rows."""
+        """Outputs keys and values as new rows. If `own` has a single projection, both are computed from it."""
         graph, kv_heads, head_dim = self._graph, self._model.kv_heads_of(layer), self._model.head_dim_of(layer)
         key = self.norm(self._by_heads(own[0], kv_heads, head_dim), graph.weight(weights.norms["self_attn.k_norm"]))
         value = self._unweighted_norm(self._by_heads(own[-1], kv_heads, head_dim))
@@ -128,7 +128,7 @@ class StaticBlocks(Blocks):
         return graph.op("Concat", left, right, axis=-1)
 
     def _attended(self, query: str, layer: int, cache: CacheNames, new: CacheNames | None) -> str:
-        """Attention of query [1, rows, heads, head_dim], the heads of one K/V head one below the other."""
+        """Attention of query [1, rows, heads, head_dim]. All query heads that share a K/V head are stacked as rows of one product."""
         graph, model, rows = self._graph, self._model, self._shape.rows
         kind, heads, kv_heads, head_dim = model.layer_types[layer], model.heads, model.kv_heads_of(layer), model.head_dim_of(layer)
         group, held = heads // kv_heads, self._shape.buffers[kind]
@@ -156,7 +156,7 @@ class StaticBlocks(Blocks):
 def write_target_graph(target: TargetWeights, shape: Shape, graph: PlainGraph, path: Path, *, prefill: bool) -> None:
     """Writes a graph of `shape.rows` rows; outputs the new K/V rows, `hidden` [1, rows, hidden_size] and `logits`.
 
-    That of a prefill outputs K/V rows only, and so ends in the last layer that has them.
+    A prefill graph outputs only K/V rows, so it ends inside the last layer that has its own.
     """
     model, rows = target.model, shape.rows
     embedded = graph.input("embedded", "f32", (1, rows, model.hidden_size))
@@ -198,8 +198,8 @@ def write_drafter_graph(
 ) -> None:
     """Writes one draft step; `sources[i]` is the target layer whose rows layer i reads.
 
-    Takes `embedded` and `hidden` [1, 1, target_hidden_size]; gives `scores` float32 [n], with a sparse head the `candidates` int64 [n]
-    they belong to, and `hidden_out`, the next step's `hidden`.
+    Inputs: `embedded` and `hidden` [1, 1, target_hidden_size]. Outputs: `scores` float32 [n], with a sparse head also `candidates`
+    int64 [n], the tokens of these scores, and `hidden_out`, the next step's `hidden`.
     """
     model = drafter.model
     width = (1, 1, model.target_hidden_size)
@@ -216,15 +216,15 @@ def write_drafter_graph(
 
 
 PREFILL_ROWS = 64
-# The default draft and the token before it.
+# The default draft length, plus the token before the draft.
 VERIFY_ROWS = RuntimeSettings().draft_length + 1
-# Rows of the target's graphs.
+# Rows of the target's graphs, by role.
 STATIC_ROWS = {"target_prefill": PREFILL_ROWS, "target": VERIFY_ROWS, "target_row": 1}
 _TABLES = {"embedding": "model.embed_tokens.weight", "per_layer_embedding": "model.embed_tokens_per_layer.weight"}
 
 
 def static_facts(model: TextArchitecture, request: OnnxRequest) -> StaticGraphs | None:
-    """Returns the manifest's facts of graphs of fixed shapes; None if the request asks for others."""
+    """Returns the manifest's facts about graphs of fixed shapes; None if the request is for dynamic shapes."""
     if request.device is None:
         return None
     return StaticGraphs(
@@ -245,7 +245,7 @@ def write_static(
     ranges: Mapping[str, tuple[ValueRange, ValueRange]] | None = None,
     with_ranges: bool = False,
 ) -> None:
-    """Writes the graphs; `ranges` and `with_ranges` as for `PlainGraph`."""
+    """Writes the graphs. `ranges` and `with_ranges` are those of `PlainGraph`."""
     sizes = {SLIDING if buffer.kind == "sliding" else FULL: buffer.rows for buffer in layout.buffers}
     for role, count in STATIC_ROWS.items():
         graph, shape = PlainGraph(role, ranges=ranges, with_ranges=with_ranges), Shape(rows=count, buffers=sizes)
@@ -255,7 +255,7 @@ def write_static(
 
 
 def write_calibrated(target: TargetWeights, drafter: DrafterWeights, source: ResolvedSource, files: OnnxFiles) -> None:
-    """Writes the graphs of `files` twice: first they output the ranges of each matrix's input and output, then they round to them."""
+    """Writes the graphs twice: first with outputs that measure the ranges of activations, then with activations rounded to these."""
     write_static(target, drafter, files.layout, files.paths, with_ranges=True)
     ends = measure_ranges(source, files)
     ranges = {name: (ValueRange(low=end[0], high=end[1]), ValueRange(low=end[2], high=end[3])) for name, end in ends.items()}
@@ -263,7 +263,7 @@ def write_calibrated(target: TargetWeights, drafter: DrafterWeights, source: Res
 
 
 def write_tables(checkpoint: Checkpoint, request: OnnxRequest, folder: Path, progress: Callable[[int], None]) -> list[BundlePart]:
-    """Writes the embeddings as NumPy arrays, in which the host looks rows up."""
+    """Writes the embedding tables as NumPy arrays, from which the host reads single rows."""
     word = "f32" if (request.embedding or request.target) == "f32" else "f16"
     kind = np.float32 if word == "f32" else np.float16
     parts: list[BundlePart] = []

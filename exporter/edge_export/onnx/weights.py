@@ -1,7 +1,8 @@
-"""Weights of ONNX graphs: the format of each of a pair's matrices, and data files, written piece by piece as the graphs are built.
+"""Weights of ONNX graphs: the format of each matrix, and the data files, which are written piece by piece while graphs are built.
 
-int4 is mixed unless a block is asked for: blocks of 64, and 8 bits in blocks of 128 for the embedding and the layers' weights that lose
-most; of these K and V are in blocks of 32, as all of an int8 target. Figures: docs/design/quantization.md.
+int4 is mixed unless a block size is requested. Most matrices then have 4 bits in blocks of 64. The embedding and the layers' weights that
+lose most by rounding have 8 bits in blocks of 128, except K and V, which have 8 bits in blocks of 32, as all of an int8 target has.
+Figures: docs/design/quantization.md.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ ValueType = Literal["f32", "f16", "u8", "i32", "i8", "i4"]
 VALUE_BITS: dict[ValueType, int] = {"f32": 32, "f16": 16, "u8": 8, "i32": 32, "i8": 8, "i4": 4}
 _FLOATS: dict[str, type[np.floating[Any]]] = {"f32": np.float32, "f16": np.float16}
 _Piece = tuple[NDArray[np.float32], Weighing]
-# Large tensors begin on a page, so that they can be mapped.
+# Alignment of large and of small tensors. Large ones begin on a page, so that they can be memory-mapped.
 _PAGE, _LINE = 4096, 64
-# Of mixed int4's matrices in 4 bits. Blocks of 32 lose less, and a row takes longer.
+# The block size of the 4-bit matrices of mixed int4. Blocks of 32 lose less, but a row takes longer.
 _MIXED_BLOCK = 64
-# K and V are a hundredth of the weights, and lose much. V is normed, so that what rounds the inputs of a short row counts much: that of the
-# first token, which most rows attend to.
+# The block size of K and V, which are a hundredth of the weights and lose much by rounding. V is normed, so an error counts much in a row
+# of small norm, such as that of the first token, which most rows attend to.
 _VALUES_BLOCK = 32
-# QNN multiplies with integers of one scale for each channel.
+# The device that requires integers with one scale for each channel.
 _CHANNELS = "qnn"
 
 
@@ -41,9 +42,9 @@ _CHANNELS = "qnn"
 class WeightFormat:
     """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
 
-    Three kinds of a layer's matrices may have formats of their own. `sensitive` is for those whose rounding costs most: the last one of the
-    feed-forward, and the one behind per-layer embeddings. `values` is for K and V. `off_grid` is for matrices that lie on no grid of
-    4 bits, in a checkpoint that was trained for one.
+    Three kinds of a layer's matrices may have formats of their own. `sensitive` is for the weights whose rounding costs most: the
+    feed-forward's down projection and the projection back from per-layer embeddings. `values` is for K and V. `off_grid` is for matrices
+    that do not lie on a 4-bit grid, in a checkpoint that was trained for one.
     """
 
     kind: Literal["f32", "f16", "blocks"]
@@ -54,17 +55,17 @@ class WeightFormat:
 
     @property
     def float_type(self) -> Literal["f32", "f16"]:
-        """The type of a matrix that is stored as floats."""
+        """The type that a matrix has if it is stored as floats."""
         return "f16" if self.kind == "f16" else "f32"
 
     def for_tensors(self, tensors: Sequence[StoredTensor]) -> WeightFormat:
-        """The format of a matrix made of these tensors. Raises CheckpointError if one cannot be read."""
+        """Returns the format of a matrix made of these tensors. Raises CheckpointError if one cannot be read."""
         if self.off_grid is None or all(lies_on_grid(tensor) for tensor in tensors):
             return self
         return self.off_grid
 
     def for_columns(self, columns: int) -> WeightFormat:
-        """The format of a matrix with this many columns: float32 if blocks do not divide them."""
+        """Returns the format of a matrix with this many columns: if its blocks do not divide them, blocks of 32, else float32."""
         if self.spec is None or columns % self.spec.block == 0:
             return self
         if columns % 32 == 0:
@@ -83,22 +84,21 @@ class Stored:
     length: int
 
     def shaped(self, *shape: int) -> Stored:
-        """The same bytes under another shape."""
+        """Returns the same bytes under another shape."""
         return replace(self, shape=shape)
 
     def rows_between(self, first: int, end: int) -> Stored:
-        """The rows from `first` to `end`, along the first axis."""
+        """Returns the part from `first` to `end` along the first axis."""
         each = self.length // self.shape[0]
         return replace(self, shape=(end - first, *self.shape[1:]), offset=self.offset + first * each, length=(end - first) * each)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A stored matrix [rows, columns]. In blocks: `values` uint8 [rows, columns/block, block*bits/8] with `scales`
-    [rows, columns/block].
+    """A stored matrix [rows, columns]. In blocks, `values` is uint8 [rows, columns/block, block*bits/8], `scales` [rows, columns/block].
 
-    `rounding` are the scales by which a product's input and output are rounded to int8 (0: not rounded), None for weights that ask for
-    none. `parts` are matrices one below the other that are multiplied with apart.
+    `rounding` is None, or the scales by which a product's input and output are rounded to int8, where 0 means not rounded. `parts` is not
+    empty if the matrix is several matrices stacked by rows; each then has its own product.
     """
 
     rows: int
@@ -111,12 +111,12 @@ class Matrix:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What operators on blocks are told of it; empty where it is not in blocks."""
+        """The attributes of operators on block-quantized matrices; empty if the matrix is not in blocks."""
         spec = self.format.spec
         return {} if spec is None else {"K": self.columns, "N": self.rows, "bits": spec.bits, "block_size": spec.block}
 
     def regrouped(self, rows: int) -> Matrix:
-        """The same bytes as a matrix of `rows` longer rows, each of several old ones."""
+        """Returns the same bytes as a matrix of `rows` longer rows. Each new row is several of the old ones."""
         columns = self.rows * self.columns // rows
         blocks = columns // self.format.spec.block if self.format.spec else 0
         return Matrix(
@@ -128,7 +128,7 @@ class Matrix:
         )
 
     def between(self, first: int, end: int) -> Matrix:
-        """The rows from `first` to `end`, in the same bytes."""
+        """Returns the rows from `first` to `end`, as a part of the same stored bytes."""
         if (first, end) == (0, self.rows):
             return self
         scales = self.scales and self.scales.rows_between(first, end)
@@ -136,7 +136,7 @@ class Matrix:
 
 
 class WeightFile:
-    """The external data of one or more graphs. Use it as a context manager; `progress` gets the bytes written since its last call."""
+    """Writes the external data of one or more graphs. Use it as a context manager; `progress` gets the bytes since its last call."""
 
     def __init__(self, path: Path, progress: Callable[[int], None] = lambda _: None, importance: Importance | None = None) -> None:
         self.path = path
@@ -159,7 +159,7 @@ class WeightFile:
         return stored
 
     def pieces(self, pieces: Iterable[NDArray[Any]], kind: ValueType, shape: tuple[int, ...]) -> Stored:
-        """Stores an array of this shape that comes piece by piece."""
+        """Stores an array of this shape that arrives in pieces."""
         stored = self._reserve(kind, shape)
         written = 0
         for piece in pieces:
@@ -171,12 +171,12 @@ class WeightFile:
         return self.array(read_values(checkpoint.tensors[name]) * np.float32(factor), "f32")
 
     def matrix(self, checkpoint: Checkpoint, names: Sequence[str], format: WeightFormat) -> Matrix:
-        """Stores tensors [n, columns] of the checkpoint, one below the other, as one matrix."""
+        """Stores tensors [n, columns] of the checkpoint as one matrix, stacked by rows."""
         tensors = [checkpoint.tensors[name] for name in names]
         if any(name in checkpoint.rounding for name in names):
             return self._trained(checkpoint, names, format)
         if checkpoint.rounding and format.kind == "blocks":
-            # Training rounded all matrices but a few, which are kept.
+            # Training for quantization rounded all matrices except a few. These stay in floats.
             format = WeightFormat(kind="f16")
         rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         format = format.for_tensors(tensors).for_columns(columns)
@@ -190,7 +190,7 @@ class WeightFile:
         return self._blocks(pieces, rows, columns, format)
 
     def _trained(self, checkpoint: Checkpoint, names: Sequence[str], format: WeightFormat) -> Matrix:
-        """Matrices whose activations are rounded, each by its own scales; their codes stay as they are."""
+        """Stores matrices whose activations are rounded, each by its own scales. Their codes are copied unchanged."""
         parts = []
         for name in names:
             tensor = checkpoint.tensors[name]
@@ -205,7 +205,7 @@ class WeightFile:
         return replace(parts[0], rows=sum(part.rows for part in parts), rounding=None, parts=tuple(parts))
 
     def codes(self, tensor: StoredTensor) -> Matrix | None:
-        """Stores the codes of a trained matrix in the same bytes; None if no block fits the parts of a row that share a scale."""
+        """Stores the codes of a trained matrix unchanged. Returns None if no block size divides the part of a row that shares a scale."""
         assert tensor.scales is not None
         scales, (rows, columns) = read_values(tensor.scales), tensor.shape
         each = columns // scales.shape[1]
@@ -218,14 +218,14 @@ class WeightFile:
         return Matrix(rows=rows, columns=columns, format=WeightFormat(kind="blocks", spec=spec), values=values, scales=factors)
 
     def matrix_in(self, tensor: StoredTensor, name: str, index: int, format: WeightFormat) -> Matrix:
-        """Stores one matrix [rows, columns] of a tensor that holds several: number `index` of the tensor `name`."""
+        """Stores one matrix [rows, columns]: number `index` of those in the tensor `name`."""
         rows, columns = tensor.shape
         return self.matrix_of(read_rows(tensor), name, rows, columns, format.for_tensors([tensor]), index)
 
     def matrix_of(
         self, pieces: Iterable[NDArray[np.float32]], name: str, rows: int, columns: int, format: WeightFormat, index: int = 0
     ) -> Matrix:
-        """Stores a matrix given in float32 pieces of complete rows, the rows of the tensor `name` in any order."""
+        """Stores a matrix given in float32 pieces of complete rows. They are rows of the tensor `name`, in any order."""
         format = format.for_columns(columns)
         if format.kind != "blocks":
             return self._plain((piece.astype(_FLOATS[format.float_type], copy=False) for piece in pieces), rows, columns, format)
@@ -233,12 +233,12 @@ class WeightFile:
         return self._blocks(((piece, weighing) for piece in pieces), rows, columns, format)
 
     def gathered(self, pieces: Iterable[NDArray[np.float32]], rows: int, columns: int, format: WeightFormat) -> Matrix:
-        """Stores float rows that a graph gathers: as they are in every kind of file."""
+        """Stores float rows that a graph gathers. They are never transposed, whatever the kind of file."""
         floats = (piece.astype(_FLOATS[format.float_type], copy=False) for piece in pieces)
         return WeightFile._plain(self, floats, rows, columns, format)
 
     def _weighing(self, name: str, tensor: StoredTensor | None = None, index: int = 0) -> Weighing:
-        """How the errors of a tensor count, or of one of the matrices in it; without the tensor they are not compensated."""
+        """Returns how errors in a tensor are weighted, or in one of its matrices. Without `tensor`, errors are not compensated."""
         if self._importance is None:
             return Weighing()
         channels = self._importance.of(name)
@@ -282,10 +282,10 @@ class WeightFile:
 
 
 class PlainWeightFile(WeightFile):
-    """External data whose matrices are stored transposed, [columns, rows], except by `gathered`: as plain MatMul needs them.
+    """Writes external data with matrices transposed to [columns, rows], as a plain MatMul needs them. `gathered` does not transpose.
 
-    As integers they have the format of DequantizeLinear of opset 21: signed and symmetric, with a scale for each block of a column, or for
-    each column. Two 4-bit levels share a byte, the first in the low half (ONNX, onnx.in.proto, INT4).
+    Integers have the format of DequantizeLinear of opset 21: signed and symmetric, with one scale for each block of a column or for each
+    column. Two 4-bit levels share a byte, the first in the low half (ONNX, onnx.in.proto, INT4).
     """
 
     def _plain(self, pieces: Iterable[NDArray[Any]], rows: int, columns: int, format: WeightFormat) -> Matrix:
@@ -321,14 +321,14 @@ class PlainWeightFile(WeightFile):
         return Matrix(rows=rows, columns=columns, format=format, values=values, scales=scales)
 
     def _mapped(self, stored: Stored, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """A tensor's bytes in the file, mapped as an array: its columns are written in pieces that may be far apart."""
+        """Maps a tensor's bytes in the file as an array, because its columns are written in pieces that may be far apart."""
         self._file.truncate(self._end)
         self._file.flush()
         return np.memmap(self.path, kind, "r+", stored.offset, shape)
 
 
 def _quantized(piece: NDArray[np.float32], format: WeightFormat, weighing: Weighing) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
-    """Signed levels [n, columns] and their scales [n, groups]."""
+    """Returns signed levels [n, columns] and their scales [n, groups]."""
     if format.spec is not None:
         packed = quantize_matrix(piece, format.spec, weighing.channels, weighing.factor)
         return packed.levels().astype(np.int16) - (1 << (format.spec.bits - 1)), packed.scales
@@ -337,7 +337,7 @@ def _quantized(piece: NDArray[np.float32], format: WeightFormat, weighing: Weigh
 
 
 def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    """The same rows in pieces of an even number of rows; each matrix has an even number, but its pieces may not."""
+    """Yields the same rows in pieces of an even number of rows. Every matrix has an even number of rows, but its pieces may not."""
     left: _Piece | None = None
     for piece, weighing in pieces:
         if left is not None:
@@ -354,7 +354,7 @@ def _even_rows(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
 
 
 def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
-    """The format of a model's layers with these weights."""
+    """Returns the format of a model's layers for this weight type."""
     form = WEIGHT_TYPES[weights]
     if form.kind != "blocks" or request.device == _CHANNELS:
         return WeightFormat(kind=form.kind)
@@ -366,12 +366,12 @@ def weight_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
 
 
 def layers_format(request: OnnxRequest) -> WeightFormat:
-    """The format of the target's layers."""
+    """Returns the format of the target's layers."""
     return _target_format(request.target, request.of_target)
 
 
 def table_format(request: OnnxRequest) -> WeightFormat:
-    """The format of the target's token embedding."""
+    """Returns the format of the target's token embedding."""
     return _target_format(request.table, request.of_target)
 
 
@@ -381,16 +381,16 @@ def _target_format(weights: OnnxWeights, request: OnnxRequest) -> WeightFormat:
 
 
 def head_format(request: OnnxRequest, *, sparse: bool) -> WeightFormat:
-    """The format of the drafter's output rows, at least 8 bits: they are few, and a wrong row is a wrong draft.
+    """Returns the format of the drafter's output rows. It has at least 8 bits: the rows are few, and an error in them spoils drafts.
 
-    Those of a sparse head, which are gathered, are floats in graphs of fixed shapes.
+    In graphs of fixed shapes, the rows of a sparse head are floats, because they are gathered.
     """
     format = weight_format("int8" if request.drafter == "int4" else request.drafter, request)
     return WeightFormat(kind="f16") if sparse and request.device is not None and format.kind == "blocks" else format
 
 
 def quantization_name(role: str, request: OnnxRequest) -> str:
-    """Returns the manifest's name for the weights of the file with this role."""
+    """Returns the manifest's name for the weight format of the file with this role."""
     drafter = role.startswith("drafter")
     request = request if drafter else request.of_target
     weights = request.drafter if drafter else request.target

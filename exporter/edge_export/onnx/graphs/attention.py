@@ -1,11 +1,11 @@
-"""Attention of graphs with dynamic shapes, in two variants, and the types of the K/V rows that it reads.
+"""Attention in graphs with dynamic shapes, in two variants, and the types of K/V rows.
 
-On *buffers*: com.microsoft GroupQueryAttention with one buffer per owning layer, bound as past and as present, so that rows are written
-in place. Layers without K/V of their own give it no new rows and the owner's buffer.
+On *buffers*: com.microsoft GroupQueryAttention with one buffer per owning layer. The buffer is bound both as past and as present, so new
+rows are written in place. A layer without K/V of its own passes no new rows and reads the owner's buffer.
 
-On *rows*: plain products with exactly the visible rows, for one K/V head: in the target on full layers, in the drafter on all.
-All query heads are rows of one product, so that keys are read once; GroupQueryAttention reads them once for each head, which is slow at
-long contexts. The target outputs the new rows, and the host binds the memory behind the existing rows for them.
+On *rows*: plain products with exactly the visible rows, for a single K/V head; in the target on full layers, in the drafter on all. All
+query heads are rows of one product, so keys are read only once. GroupQueryAttention reads them once for each head, which is slow at long
+contexts. The graph outputs the new rows, and the host binds the memory after the existing rows as that output.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from edge_export.onnx.weights import Stored, ValueType, WeightFile
 from edge_runtime.bundle.manifest import CacheBuffer, Rotation
 from edge_runtime.bundle.onnx_graph import CONTRIB
 
-# Scales of int8 are one for each channel of each head, fixed in the export.
+# int8 rows have one scale for each channel of each head. Scales are fixed at export.
 KV_TYPES: dict[KvKind, ValueType] = {"f32": "f32", "f16": "f16", "int8": "i8"}
 _LEVELS = 127
-# Other text has larger values than the text on which scales are measured.
+# The factor by which scales are increased, because other text may have larger values than the text on which they are measured.
 _HEADROOM = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvFormat:
-    """How rows are stored. `scales`, of int8 only, are those of each owning layer's keys and values, float32 [kv_heads x head_dim]."""
+    """How K/V rows are stored. For int8, `scales` holds those of each owning layer's keys and values, float32 [kv_heads x head_dim]."""
 
     kind: KvKind
     scales: Mapping[int, tuple[Stored, Stored]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class KvFormat:
         return graph.op("DequantizeLinear", rows, graph.weight(self.scales[layer][part]), axis=3)
 
     def kept(self, graph: GraphBuilder, rows: str, layer: int, part: int, name: str) -> str:
-        """Outputs float32 `rows` [1, 1, n, head_dim] in the stored type under `name`; returns them as they will be read, as float32."""
+        """Converts float32 `rows` [1, 1, n, head_dim] to the stored type as `name`. Returns them converted back, as they will be read."""
         if self.kind == "f16":
             graph.op("Cast", rows, name=name, to=10)
         else:
@@ -70,7 +70,7 @@ FLOAT_ROWS = KvFormat(kind="f32")
 
 
 def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFormat:
-    """Returns the rows' format; scales of int8 are the largest that norms allow, until `fit_scales` replaces them."""
+    """Returns the format of K/V rows. The scales of int8 are the largest that the norms allow, until `fit_scales` replaces them."""
     model = checkpoint.architecture
     if kind != "int8":
         return KvFormat(kind=kind)
@@ -87,7 +87,10 @@ def store_kv(kind: KvKind, checkpoint: Checkpoint, weights: WeightFile) -> KvFor
 def fit_scales(
     kv: KvFormat, data: Path, buffers: Sequence[CacheBuffer], rotations: Sequence[Rotation], stored_rows: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Writes fitted scales into the data file: `stored_rows` are int8 [kv_heads, n, head_dim] by buffer, stored with the first scales."""
+    """Writes fitted scales into the data file.
+
+    `stored_rows` holds int8 rows [kv_heads, n, head_dim] by buffer name. They were stored with the first scales, which the file has now.
+    """
     turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
     with data.open("r+b") as file:
         for buffer in buffers:
@@ -97,7 +100,7 @@ def fit_scales(
                 old = np.frombuffer(file.read(stored.length), np.float32).reshape(buffer.kv_heads, 1, buffer.head_dim)
                 rows = stored_rows[name].astype(np.float32) * old
                 largest = _amplitudes(rows, turned[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
-                # Never below one level of the first scales, the resolution of `stored_rows`.
+                # `stored_rows` have the resolution of the first scales, so an amplitude below one of their levels cannot be trusted.
                 scales = np.maximum(largest * _HEADROOM, old[:, 0]) / _LEVELS
                 file.seek(stored.offset)
                 file.write(scales.astype("<f4").tobytes())
@@ -118,10 +121,10 @@ LAYER_KINDS = {SLIDING: "sliding", FULL: "full"}
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of attention of one kind of layer besides Q, K and V: the number of rows in its buffers, and the table of rotations.
+    """Names of the inputs that attention of one kind of layer has besides Q, K and V: counts of rows, and tables of rotations.
 
-    `last_row` int32 [1] is the index of the newest row, `rows` int32 [] how many there are, `cosine` and `sine` [context, head_dim/2].
-    Both counts are empty for attention on rows.
+    `last_row` int32 [1] is the index of the newest row in the buffers, `rows` int32 [] the number of rows. Both are "" for attention on
+    rows. `cosine` and `sine` are [context, head_dim/2].
     """
 
     last_row: str
@@ -132,9 +135,9 @@ class AttentionInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheNames:
-    """The buffers of layer `owner` [1, kv_heads, rows, head_dim], before or after the new rows are written.
+    """Names of the K/V buffers of layer `owner` [1, kv_heads, rows, head_dim], before or after new rows are written.
 
-    With `on_rows` they are the rows there are, or the new rows alone.
+    With `on_rows`, they are not buffers but the existing rows, or only the new rows.
     """
 
     key: str
@@ -146,9 +149,10 @@ class CacheNames:
 def declare_attention(
     graph: GraphBuilder, model: TextArchitecture, positions: str | int, counted: set[str], kv: KvFormat
 ) -> dict[str, AttentionInputs]:
-    """Declares `position_ids` and, per kind of layer there is, the inputs of its attention; the counts are those of `counted` kinds.
+    """Declares `position_ids`, and the inputs of attention for each kind of layer that the model has.
 
-    Layers of these kinds attend to buffers; with float16 rows, they compute in float16, rotations too.
+    Layers of `counted` kinds attend to buffers, so they have inputs for counts. With float16 rows, they compute in float16, rotations
+    included.
     """
     graph.input("position_ids", "i64", (1, positions))
     declared = {}
@@ -170,7 +174,7 @@ def declare_attention(
 def declare_caches(
     graph: GraphBuilder, target: TextArchitecture, layers: Iterable[int], kv: KvFormat, *, drafter: bool = False
 ) -> dict[int, CacheNames]:
-    """Declares the buffers of owning layers of the target, or their rows, which are converted to float32."""
+    """Declares the buffers of owning layers of the target; where attention is on rows, their rows, which it converts to float32."""
     declared = {}
     for layer in layers:
         on_rows = reads_rows(target, layer, drafter=drafter)
@@ -182,18 +186,20 @@ def declare_caches(
 
 
 def counted_kinds(target: TextArchitecture, caches: Mapping[int, CacheNames]) -> set[str]:
-    """The kinds of layers that attend to buffers."""
+    """Returns the kinds of layers that attend to buffers."""
     return {target.layer_types[layer] for layer, names in caches.items() if not names.on_rows}
 
 
 def cache_shape(model: TextArchitecture, layer: int, rows: str | None) -> tuple[int | str, ...]:
-    """The shape of `rows` of an owning layer, or of its complete buffers."""
+    """Returns the shape of an owning layer's K/V. `rows` names the dimension of rows; None stands for complete buffers."""
     return (1, model.kv_heads_of(layer), rows or f"{LAYER_KINDS[model.layer_types[layer]]}_rows", model.head_dim_of(layer))
 
 
 class ReadRows:
-    """The rows of a target's forward that go on behind the last layer with K/V, where nothing else is read: all but the first
-    `skipped_rows`, an input int64 [1]. There may be none."""
+    """The rows of a target's forward whose hidden rows are needed after the last layer with its own K/V.
+
+    They are all but the first `skipped_rows`, an input int64 [1]. There may be none.
+    """
 
     def __init__(self, graph: GraphBuilder) -> None:
         self._graph = graph
@@ -201,21 +207,21 @@ class ReadRows:
 
     @cached_property
     def positions(self) -> str:
-        """Their positions int64 [1, n]."""
+        """The positions of these rows, int64 [1, n]."""
         return self.of("position_ids")
 
     def of(self, value: str) -> str:
-        """These rows of value [1, T, width]."""
+        """Selects these rows of value [1, T, width]."""
         return rows_behind(self._graph, value, self._skipped)
 
 
 def rows_behind(graph: GraphBuilder, value: str, start: str, *, name: str | None = None) -> str:
-    """The rows of value [1, n, ...] from `start` int64 [1] on."""
+    """Selects the rows of value [1, n, ...] from `start` int64 [1] on."""
     return graph.op("Slice", value, start, graph.integers([np.iinfo(np.int64).max]), graph.integers([1]), name=name)
 
 
 class Attention:
-    """Emits attention of one model's layers. Takes normed queries [1, T, heads x head_dim], keys and values [1, T, kv_heads x head_dim]."""
+    """Emits attention for one model's layers. Queries [1, T, heads x head_dim], keys and values [1, T, kv_heads x head_dim] are normed."""
 
     def __init__(self, graph: GraphBuilder, model: TextArchitecture, inputs: dict[str, AttentionInputs], kv: KvFormat) -> None:
         self._graph = graph
@@ -223,9 +229,9 @@ class Attention:
         self._inputs = inputs
         self._kv = kv
         self._own: dict[str, CacheNames] = {}
-        # The names of buffers in layers that only read them; see on_buffers.
+        # The outputs of layers that only read a buffer, and its owner; the operator requires them for int8 (see _grouped).
         self.again: dict[str, int] = {}
-        # The rows whose queries come now; None for all.
+        # The rows that the current layer's queries are for; None for all rows.
         self.read: ReadRows | None = None
 
     @property
@@ -235,11 +241,12 @@ class Attention:
     def on_buffers(
         self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
     ) -> str:
-        """Attention to the buffers of the layer `cache.owner`. `new` keys and values, if any, are written into them first; the buffers
-        are then named `present`."""
+        """Attention to the buffers of the layer `cache.owner`. `new` keys and values, if any, are written into the buffers first. The
+        result of this write is named `present`."""
         if self.read is not None and new is not None:
             assert present is not None
-            # The operator writes as many rows as it has queries: here keys, which attend to themselves.
+            # The operator writes as many rows as it has queries, but here there are fewer queries than new rows. So a first call passes the
+            # keys as queries, to write all rows; its attention is not used.
             self._grouped((new[0], self._model.kv_heads_of(layer), "position_ids"), new, layer, (cache, present), 1)
             cache, new, present = present, None, None
         return self._grouped((query, self._model.heads, self._positions), new, layer, (cache, present), window)
@@ -252,7 +259,10 @@ class Attention:
         caches: tuple[CacheNames, CacheNames | None],
         window: int,
     ) -> str:
-        """A GroupQueryAttention of queries, so many heads of them, and their positions; `caches` before it and behind it, with new rows."""
+        """Emits a GroupQueryAttention.
+
+        `queries` holds the queries, their number of heads and their positions; `caches` the buffers before the new rows are written, and
+        after."""
         graph, model, kv, (query, heads, positions), (cache, present) = self._graph, self._model, self._kv, queries, caches
         inputs, kv_heads, head_dim = self._inputs[model.layer_types[layer]], model.kv_heads_of(layer), model.head_dim_of(layer)
         key, value = new or (graph.floats(np.empty((1, 0, kv_heads * head_dim), np.float32)),) * 2
@@ -263,11 +273,11 @@ class Attention:
             extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
             scales = ["", "", *(graph.weight(stored.shaped(1, kv_heads, 1, head_dim)) for stored in kv.scales[cache.owner])]
             if not outputs:
-                # The kernel requires them, even where nothing is written.
+                # The operator requires these outputs even if nothing is written.
                 outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
                 self.again |= dict.fromkeys(outputs, cache.owner)
         rows, buffers = [query, key, value], [cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine]
-        # The kernels attend to float32 rows.
+        # The project's kernels support only float32 rows.
         kind = None if kv.kind != "f32" else "AttendBuffers" if new else "ReadBuffers"
         may_have_none = self.read is not None and new is None
         zeros = [graph.floats(np.zeros((1, 1, heads * head_dim), np.float32))] * may_have_none
@@ -283,7 +293,7 @@ class Attention:
         return attended
 
     def keep(self, new: tuple[str, str], layer: int, present: CacheNames) -> None:
-        """Outputs a layer's own keys and values as the new rows `present`."""
+        """Emits a layer's own keys and values as the new rows `present`."""
         named = self._kv.kind == "f32"
         rows = (
             self._turned(new[0], layer, 1, "position_ids", name=present.key if named else None),
@@ -297,18 +307,18 @@ class Attention:
             self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)
 
     def _turned(self, value: str, layer: int, heads: int, positions: str, *, name: str | None = None) -> str:
-        """Rotary embedding of [1, T, heads x head_dim]; returns [1, 1, T x heads, head_dim]."""
+        """Applies the rotary embedding to [1, T, heads x head_dim]; returns [1, 1, T x heads, head_dim]."""
         graph, model = self._graph, self._model
         inputs = self._inputs[model.layer_types[layer]]
         turned = graph.op("RotaryEmbedding", value, positions, inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
         return graph.op("Reshape", turned, graph.integers([1, 1, -1, model.head_dim_of(layer)]), name=name)
 
     def _as_rows(self, value: str, layer: int, name: str | None) -> str:
-        """[1, T, head_dim] as [1, 1, T, head_dim]."""
+        """Reshapes [1, T, head_dim] to [1, 1, T, head_dim]."""
         return self._graph.op("Reshape", value, self._graph.integers([1, 1, -1, self._model.head_dim_of(layer)]), name=name)
 
     def on_rows(self, query: str, layer: int, past: CacheNames, new: CacheNames | None) -> str:
-        """Attention to the rows of `past`, and to those of `new` up to each query's own position."""
+        """Attention to all rows of `past`, and to the rows of `new` up to each query's position."""
         graph, model = self._graph, self._model
         turned = self._turned(query, layer, model.heads, self._positions)
         if new is None:
@@ -324,9 +334,10 @@ class Attention:
 
 @contextmanager
 def _padded(body: Body) -> Iterator[Body]:
-    """Yields inputs and outputs for an attention that takes at least one query: the last input, a row of zeros, where there is none.
+    """Yields inputs and outputs for an attention operator that needs at least one query.
 
-    What comes of it is dropped again. The kernels, which take no query as it is, ignore that input.
+    Where there is no query, the last input, a row of zeros, is one; its result is removed again. The kernels accept zero queries, so they
+    ignore that input.
     """
     graph, (query, *others), (positions, *scales, zeros) = body.graph, body.inputs[:9], body.inputs[9:]
     none = graph.op("Shape", positions, start=1, end=2)
@@ -339,7 +350,7 @@ def _padded(body: Body) -> Iterator[Body]:
 
 
 def _attend_rows(body: Body, heads: int) -> None:
-    """Attention of queries [1, 1, n x heads, head_dim] to rows that were there, and, as far as positions allow, to those of a forward."""
+    """Attention of queries [1, 1, n x heads, head_dim] to all past rows, and to the forward's own rows up to each query's position."""
     graph, (queries, past_keys, past_values, keys, values, own_positions, positions) = body.graph, body.inputs
     visible = graph.op(
         "GreaterOrEqual",

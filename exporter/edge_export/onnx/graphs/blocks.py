@@ -14,15 +14,15 @@ from edge_export.onnx.graph_builder import GraphBuilder
 from edge_export.onnx.graphs.attention import Attention, AttentionInputs, CacheNames, KvFormat, ReadRows
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
-# onnxruntime's MoE and QMoE operators use a SiLU gate and cannot compute Gemma's GELU gate. So every expert is a branch of its own that
-# runs only if a token is routed to it; its weights are constants of the graph, packed and multiplied like all others.
+# onnxruntime's MoE and QMoE operators have a SiLU gate and cannot compute Gemma's GELU gate. So each expert is a branch of an If, which
+# runs only if a token is routed to it. Its weights are stored and multiplied like all other weights.
 
 _EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """A layer's router and experts: `scale` is the router's times 1/sqrt(hidden_size); `experts` are pairs of gate-and-up and down."""
+    """A layer's router and experts. `scale` is the router's, times 1/sqrt(hidden_size). Each expert is a pair: gate-and-up, and down."""
 
     norms: dict[str, Stored]
     scale: Stored
@@ -32,7 +32,7 @@ class ExpertWeights:
 
 
 def store_experts(weights: WeightFile, checkpoint: Checkpoint, prefix: str, format: WeightFormat) -> ExpertWeights:
-    """Writes a layer's router, in float32, and its experts to the data file. `prefix` is the layer's."""
+    """Writes a layer's router, in float32, and its experts to the data file. `prefix` begins the names of the layer's tensors."""
     model = checkpoint.architecture
     both = [f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"]
     return ExpertWeights(
@@ -51,7 +51,7 @@ def store_experts(weights: WeightFile, checkpoint: Checkpoint, prefix: str, form
 
 
 def expert_of(tensor: StoredTensor, expert: int) -> StoredTensor:
-    """One expert's matrix of a tensor [experts, rows, columns]."""
+    """Returns one expert's matrix in a tensor [experts, rows, columns]."""
     size = tensor.bytes // tensor.shape[0]
     return dataclasses.replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, bytes=size)
 
@@ -65,19 +65,19 @@ def add_experts(
     norm: Callable[[str, str], str],
     gated: Callable[[GraphBuilder, str, Matrix, Matrix], str],
 ) -> str:
-    """The experts' part [1, T, hidden_size] of the feed-forward block, before its norm. `value` is the block's input.
+    """Emits the experts' output [1, T, hidden_size] in the feed-forward block, before its norm. `value` is the block's input.
 
-    `norm` is the root-mean-square norm; `gated` the gated feed-forward of given weights, in a given graph.
+    `norm` emits the RMS norm. `gated` emits the gated feed-forward of given weights into a given graph.
     """
     flat = graph.op("Reshape", value, graph.integers([-1, model.hidden_size]))
     shares = _shares(graph, model, weights, norm(flat, graph.weight(weights.scale)))
     inputs = norm(flat, graph.weight(weights.norms["pre_feedforward_layernorm_2"]))
-    # An expert's scale may be negative.
+    # The absolute value is taken because an expert's scale may be negative.
     largest = graph.op("ReduceMax", graph.op("Abs", shares), graph.integers([0]), keepdims=0)
     chosen = graph.op("Greater", largest, graph.floats(0))
     each = graph.ops("Split", [graph.op("Cast", chosen, to=7)], model.experts, axis=0, num_outputs=model.experts)
     parts = [_expert(graph, expert, each[expert], shares, inputs, weights.experts[expert], gated) for expert in range(model.experts)]
-    # Parts come expert by expert, in the order of the nonzero shares when experts are rows.
+    # `parts` are ordered by expert, then by token. This is the order of the nonzero shares in the transposed table.
     places = graph.op("NonZero", graph.op("Transpose", shares, perm=[1, 0]))
     tokens = graph.op("Transpose", graph.op("Slice", places, *map(graph.integers, ([1], [2], [0]))), perm=[1, 0])
     nothing = graph.op("Mul", inputs, graph.floats(0))
@@ -86,7 +86,7 @@ def add_experts(
 
 
 def _shares(graph: GraphBuilder, model: TextArchitecture, weights: ExpertWeights, normed: str) -> str:
-    """The weight of each expert for each token [T, experts]; zero for all but the best `experts_used`."""
+    """Returns each expert's share for each token [T, experts]; it is zero for all but the best `experts_used`."""
     likely = graph.op("Softmax", graph.linear(normed, weights.router), axis=-1)
     best, experts = graph.ops("TopK", [likely, graph.integers([model.experts_used])], 2, axis=-1)
     together = graph.op("ReduceSum", best, graph.integers([-1]), keepdims=1)
@@ -103,7 +103,7 @@ def _expert(
     weights: tuple[Matrix, Matrix],
     gated: Callable[[GraphBuilder, str, Matrix, Matrix], str],
 ) -> str:
-    """The rows of one expert's tokens, times their shares; empty if no token is routed to it."""
+    """Returns one expert's output rows for its tokens, times their shares; empty if no token is routed to it."""
     used, unused = graph.subgraph("used"), graph.subgraph("unused")
     column = used.op("Gather", shares, used.integers([expert]), axis=1)
     rows = used.op("Squeeze", used.op("Slice", used.op("NonZero", column), *map(used.integers, ([0], [1], [0]))), used.integers([0]))
@@ -115,7 +115,7 @@ def _expert(
 
 
 class Hidden(NamedTuple):
-    """Hidden rows [1, T, hidden_size] in front of a layer, and the norm that it begins with."""
+    """Hidden rows [1, T, hidden_size] before a layer, and these rows after the layer's input norm."""
 
     rows: str
     normed: str
@@ -125,8 +125,8 @@ class Hidden(NamedTuple):
 class BlockWeights:
     """A layer's stored weights.
 
-    `projections` are those of Q and, where the layer has K and V of its own, of these, one matrix or two with their rows in that order. K
-    and V may be stored apart; in the last layer that has them they are, as its Q is not computed for all rows.
+    `projections` holds Q and, if the layer has its own K/V, also K and V. They are one matrix, stacked by rows in this order, or two: Q,
+    and K with V. They are always two in the last layer with its own K/V, because its Q is not computed for all rows.
     """
 
     norms: dict[str, Stored]
@@ -140,23 +140,23 @@ class BlockWeights:
 
     @property
     def matrices(self) -> Iterator[Matrix]:
-        """All matrices but the router's, which is never in blocks."""
+        """All matrices except the router's, which is never block-quantized."""
         yield from (*self.projections, self.output, self.gate_up, self.down, *(self.per_layer or ()))
         for expert in self.experts.experts if self.experts else ():
             yield from expert
 
 
 def are_in_blocks(matrices: Iterable[Matrix]) -> bool:
-    """Whether the kernels multiply with one of these."""
+    """Whether at least one of these is block-quantized, so that the kernels multiply with it."""
     return any(part.sizes for matrix in matrices for part in (matrix.parts or (matrix,)))
 
 
 def norms_behind(layers: Sequence[BlockWeights], last: Stored) -> list[Stored]:
-    """The weight of the norm behind each layer: that at the beginning of the next one, or the last of all."""
+    """Returns the weight of the norm after each layer: the input norm of the next layer, or `last`."""
     return [*(layer.norms["input_layernorm"] for layer in layers[1:]), last]
 
 
-# The fewest outputs of each half of a gate that a thread of the kernels computes together: whole blocks of the product behind it.
+# The kernels' threads compute the two halves of a gate in pieces of at least this many outputs, which are whole blocks of the next product.
 _MIN_WIDTH = 64
 _NORMS = (
     "input_layernorm",
@@ -204,14 +204,14 @@ class Blocks:
         self.attends = Attention(graph, model, attention, kv)
 
     def norm(self, value: str, weight: str) -> str:
-        """Root-mean-square norm of rows of the hidden size."""
+        """Emits the RMS norm of rows of the hidden size."""
         normed = self._graph.fresh("normed")
         with self._graph.kernel("NormRows", [value, weight], [normed], **self._norm_facts()) as (graph, (rows, scale), (name,)):
             self._normed(graph, rows, scale, name=name)
         return normed
 
     def head_norm(self, value: str, weight: str, heads: int, head_dim: int, epsilon_factor: float = 1.0) -> str:
-        """The norm of each head of value [1, T, heads x head_dim]."""
+        """Emits the RMS norm of each head of value [1, T, heads x head_dim]."""
         normed = self._graph.fresh("normed")
         facts = self._norm_facts(epsilon_factor) | {"width": heads * head_dim}
         with self._graph.kernel("NormRows", [value, weight], [normed], **facts) as (graph, (rows, scale), (name,)):
@@ -221,7 +221,7 @@ class Blocks:
         return normed
 
     def added(self, value: str, branch: str, weight: str) -> str:
-        """value plus the norm of a branch, as rows of the hidden size."""
+        """Returns value plus the norm of a branch; both have rows of the hidden size."""
         total = self._graph.fresh("sum")
         with self._graph.kernel("ResidualRows", [value, branch, weight, "", ""], [total], **self._norm_facts()) as body:
             rows, other, scale, *_ = body.inputs
@@ -231,7 +231,7 @@ class Blocks:
     def _added_and_normed(
         self, value: str, branch: str, weight: str, following: str, *, factor: str = "", name: str | None = None
     ) -> Hidden:
-        """As `added`, times a factor; and the norm of that with the weight `following`, called `name`."""
+        """Returns the sum of `added`, times `factor` if given, and the norm of this with the weight `following`, which is named `name`."""
         hidden = Hidden(self._graph.fresh("sum"), name or self._graph.fresh("normed"))
         with self._graph.kernel("ResidualRows", [value, branch, weight, factor, following], hidden, **self._norm_facts()) as body:
             graph, (rows, other, scale, times, next_scale), (total, normed) = body
@@ -247,7 +247,7 @@ class Blocks:
         return {"epsilon": float(self._model.norm_epsilon * epsilon_factor), "width": self._model.hidden_size}
 
     def _normed(self, graph: GraphBuilder, value: str, weight: str, epsilon_factor: float = 1.0, *, name: str | None = None) -> str:
-        """The stock nodes of a norm over the last axis."""
+        """Emits the stock nodes of an RMS norm over the last axis."""
         return graph.op("RMSNormalization", value, weight, axis=-1, epsilon=self._model.norm_epsilon * epsilon_factor, name=name)
 
     def block(
@@ -263,10 +263,11 @@ class Blocks:
         read: ReadRows | None = None,
         name: str | None = None,
     ) -> Hidden:
-        """One decoder layer, which attends to `cache`; the norm behind it has the weight `following` and is called `name`.
+        """Emits one decoder layer, which attends to `cache`, and the norm after it with the weight `following`, whose output is `name`.
 
-        A layer with K/V of its own adds them; they, or the buffers with them, are named `present`. On rows, `present` names a forward's
-        own rows also for layers that share them. With `read`, only K and V are of all rows, all else is of the rows that are read.
+        A layer with its own K/V adds new rows. `present` names these rows, or the buffers that contain them; with attention on rows it is
+        also given to layers that share these rows. With `read`, only K and V are computed for all rows, and everything else for the rows
+        that are read.
         """
         graph = self._graph
 
@@ -291,7 +292,7 @@ class Blocks:
         return self._added_and_normed(value, fed, last, graph.weight(following), factor=graph.weight(weights.layer_scalar), name=name)
 
     def _attention(self, rows: tuple[str, str], layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
-        """Attention of the first of `rows`, where a layer has its own K/V to those of the second too."""
+        """Emits a layer's attention. Queries are from the first of `rows`; keys and values, if the layer has its own, from the second."""
         attention, head_dim = self.attends, self._model.head_dim_of(layer)
         query, new = self._projected(rows, layer, weights)
         query = self.head_norm(query, self._graph.weight(weights.norms["self_attn.q_norm"]), self._model.heads, head_dim)
@@ -303,7 +304,7 @@ class Blocks:
         return attention.on_rows(query, layer, cache, present)
 
     def _projected(self, rows: tuple[str, str], layer: int, weights: BlockWeights) -> tuple[str, tuple[str, str] | None]:
-        """Queries, and normed keys and values where the layer has its own."""
+        """Returns the queries, and the normed keys and values if the layer has its own."""
         graph, model = self._graph, self._model
         kv_heads, head_dim = model.kv_heads_of(layer), model.head_dim_of(layer)
         query, *own = self._apart(rows, layer, weights)
@@ -313,7 +314,7 @@ class Blocks:
         return query, (key, self.head_norm(own[-1], graph.floats([1.0] * head_dim), kv_heads, head_dim))
 
     def _apart(self, rows: tuple[str, str], layer: int, weights: BlockWeights) -> list[str]:
-        """The projections of the first of `rows` to Q, and of the second to K and V, as far as the layer has them."""
+        """Returns the projections: of the first of `rows` to Q, and of the second to K and V if the layer has them."""
         model, parts = self._model, list[str]()
         of_query, of_key = (heads * model.head_dim_of(layer) for heads in (model.heads, model.kv_heads_of(layer)))
         for matrix in weights.projections:
@@ -324,7 +325,7 @@ class Blocks:
         return parts
 
     def window_of(self, layer: int) -> int:
-        """How many keys a query of this layer attends to, its own included; -1 for all."""
+        """The number of keys that a query of this layer attends to, including its own; -1 for all."""
         return self._model.window if self._model.is_sliding(layer) else -1
 
     def _with_experts(self, value: str, fed: str, weights: ExpertWeights) -> str:
@@ -334,7 +335,7 @@ class Blocks:
         return self.added(dense, mixed, graph.weight(weights.norms["post_feedforward_layernorm_2"]))
 
     def _gated(self, graph: GraphBuilder, value: str, gate_up: Matrix, down: Matrix) -> str:
-        """The gated feed-forward; its nodes go into `graph`, which may be a branch."""
+        """Emits the gated feed-forward into `graph`, which may be the subgraph of an expert."""
         width, trained, fed = down.columns, gate_up.parts or gate_up.rounding or down.rounding, graph.fresh("fed")
         fits = gate_up.sizes and down.sizes and not trained and width % max(_MIN_WIDTH, down.sizes["block_size"]) == 0
         sizes = {**gate_up.sizes, **{f"second_{name}": size for name, size in down.sizes.items()}}
@@ -347,7 +348,7 @@ class Blocks:
         return graph.op("Gelu", value, approximate="tanh")
 
     def _products(self, graph: GraphBuilder, value: str, matrix: Matrix, sizes: list[int]) -> list[str]:
-        """The products with parts of a matrix that have so many rows."""
+        """Returns the products with parts of a matrix; `sizes` are the parts' numbers of rows."""
         if matrix.parts:
             return [graph.linear(value, part) for part in matrix.parts]
         product = graph.linear(value, matrix)
@@ -355,14 +356,14 @@ class Blocks:
 
 
 class DrafterBlocks(Blocks):
-    """A drafter's layers: every one reads the target's rows, up to `window` + 1 of them on sliding layers.
+    """Emits a drafter's layers. All of them read the target's rows; a sliding layer reads up to `window` + 1.
 
-    The query's position is behind the newest row, and transformers allows distances up to `window`
-    (masking_utils.py, sliding_window_bidirectional_overlay).
+    The query's position is the one after the newest row, and transformers allows distances up to `window` (masking_utils.py,
+    sliding_window_bidirectional_overlay).
     """
 
     def window_of(self, layer: int) -> int:
-        """How many of the target's rows a query of this layer attends to."""
+        """The number of the target's rows that a query of this layer attends to; -1 for all."""
         return self._model.window + 1 if self._model.is_sliding(layer) else -1
 
 
@@ -375,10 +376,12 @@ def per_layer_inputs(
     projection: Matrix,
     weight: Stored,
 ) -> list[str]:
-    """Splits the per-layer embeddings [1, T, per_layer_size] of the layers of `projection` out of `identity` plus `embedded`, projected.
+    """Returns the per-layer embeddings [1, T, per_layer_size] of the layers of `projection`.
 
-    `weight` is the projection norm's, times 1/sqrt(2); `identity` is scaled alike. The projection's own scale 1/sqrt(hidden_size) is in
-    the norm's epsilon: a norm does not change when its input and the square root of its epsilon are scaled together.
+    They are the sum of `identity`, looked up by token, and the normed projection of `embedded`.
+
+    `weight` is the projection norm's, times 1/sqrt(2); `identity` is scaled by the same factor. The projection's scale 1/sqrt(hidden_size)
+    is folded into the norm's epsilon: a norm does not change if its input and the square root of its epsilon are scaled by the same factor.
     """
     size = model.per_layer_size
     layers = projection.rows // size

@@ -1,7 +1,8 @@
-"""The drafter as one ONNX graph: a Loop over draft steps, which ends early where its confidence is low; and its sparse head.
+"""The drafter as one ONNX graph: a Loop over draft steps, which ends early where confidence is low. Also the sparse head.
 
-A step: embedding of the newest token and a hidden row in, four or so layers on the target's K/V rows, a head, the next hidden row out.
-All steps have the position of the first (transformers, Gemma4AssistantForCausalLM and its candidate generator).
+A step takes the embedding of the newest token and a hidden row. It runs about four layers, which attend to the target's K/V rows, and the
+head; it returns the scores and the next hidden row. All steps use the position of the first one (transformers, Gemma4AssistantForCausalLM
+and its candidate generator).
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from edge_export.onnx.graphs.blocks import Blocks, BlockWeights, DrafterBlocks, 
 from edge_export.onnx.graphs.target import embed
 from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 
-# A sparse head scores the tokens of the best centroids only (transformers, Gemma4AssistantMaskedEmbedder). A centroid's output rows are
-# contiguous. As integers they are stored transposed, [hidden_size, tokens of a centroid], which is the right operand of MatMulInteger
-# unchanged: gathered weights are multiplied with, and never converted to float32 first.
+# A sparse head scores only the tokens of the best centroids (transformers, Gemma4AssistantMaskedEmbedder). The output rows of a centroid's
+# tokens are contiguous. Integer rows are stored transposed, [hidden_size, tokens of a centroid], which is what MatMulInteger takes as its
+# right operand. So gathered weights are multiplied directly, without a conversion to float32.
 
-# Emits a head over a hidden row [1, 1, hidden_size]: scores float32 [n] and the tokens int64 [n] they belong to, None for all tokens.
+# Emits a head over a hidden row [1, 1, hidden_size]. Returns the scores float32 [n] and their tokens int64 [n], or None if all tokens are
+# scored.
 Head = Callable[[GraphBuilder, str], tuple[str, str | None]]
-# Emits the scores of a hidden row over the selected clusters [k], n values in any shape.
+# Emits the scores of a hidden row for the tokens of the selected centroids [k]: n values, in any shape.
 _Scores = Callable[[GraphBuilder, str, str], str]
-# The stored level that is zero.
+# The stored level that represents zero.
 _ZERO_LEVEL = 128
 
 
 def sparse_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
-    """Stores centroids and output rows; block-quantized ones get 8 bits, and the output rows one scale for each row."""
+    """Stores the centroids and output rows of a sparse head. In a block format, output rows get 8 bits and one scale for each row."""
     model = checkpoint.assistant
     order = token_order(checkpoint)
     tokens = weights.array(order.astype("<i4").reshape(model.centroids, -1), "i32")
@@ -69,10 +71,10 @@ def _float_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np
 
 
 def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[np.int32]) -> _Scores:
-    """Products of the row with rounded output rows. The row is split into two rows of 8 bits: its rounded values, and the remainder.
+    """Multiplies the hidden row by rounded output rows. It is split into two 8-bit rows: its rounded values, and the remainder.
 
-    One row alone would leave few levels to most channels where a few are large. Levels are stored unsigned, 128 above their value: a
-    processor without VNNI adds pairs of products of uint8 with int8 in 16 bits, where they are cut off.
+    One 8-bit row alone would leave only a few levels to most channels, because a few channels are large. Levels are stored unsigned, 128
+    above their value: with signed ones, a processor without VNNI adds pairs of products of uint8 and int8 in 16 bits, where they saturate.
     """
     model = checkpoint.assistant
     per_centroid, hidden = model.vocab_size // model.centroids, model.hidden_size
@@ -98,7 +100,7 @@ def _rounded_scores(checkpoint: Checkpoint, weights: WeightFile, order: NDArray[
 
 
 def _product(graph: GraphBuilder, value: str, near: str) -> tuple[str, str]:
-    """The product of a row rounded to 8 bits with the weights' levels, and the remainder of the row."""
+    """Rounds a row to 8 bits. Returns its product with the weights' levels, and the remainder of the row."""
     levels, scale, zero = graph.ops("DynamicQuantizeLinear", [value], 3)
     products = graph.op("Cast", graph.op("MatMulInteger", levels, near, zero, graph.bytes(_ZERO_LEVEL)), to=1)
     return graph.op("Mul", products, scale), graph.op("Sub", value, graph.op("DequantizeLinear", levels, scale, zero))
@@ -106,7 +108,7 @@ def _product(graph: GraphBuilder, value: str, near: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterWeights:
-    """The drafter's weights; `head` emits its head, whose rows are stored."""
+    """The drafter's weights. `head` emits the nodes of its head, whose weights are stored already."""
 
     model: AssistantArchitecture
     before: Matrix
@@ -117,7 +119,7 @@ class DrafterWeights:
 
 
 def store_drafter(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat, head_format: WeightFormat) -> DrafterWeights:
-    """Writes the drafter's weights; the embedding that it reads is the target's."""
+    """Writes the drafter's weights, without an input embedding, because the drafter uses the target's."""
     model = checkpoint.assistant
     return DrafterWeights(
         model=model,
@@ -134,8 +136,9 @@ def write_drafter(
 ) -> set[str]:
     """Writes the drafter's graph; `sources[i]` is the target layer whose rows layer i reads, `table` the target's token embedding.
 
-    Returns the contrib ops in use. Outputs: `drafts` int64 [n], `probabilities` float32 [n] (1 unless `least_probability` is above 0),
-    `scores` float32 [n, candidates] and `candidates` int64 [n, candidates] (both without columns unless `with_scores`), `hidden_out`.
+    The graph's outputs are `drafts` int64 [n], `probabilities` float32 [n] (1 unless `least_probability` is above 0), `scores` float32 [n,
+    candidates] and `candidates` int64 [n, candidates] (both have no columns unless `with_scores`), and `hidden_out`. Returns the names of
+    the contrib operators that the graph uses.
     """
     model = drafter.model
     matrices = [drafter.before, drafter.after, *(matrix for layer in drafter.layers for matrix in layer.matrices)]
@@ -167,7 +170,7 @@ def write_drafter(
 def step(
     graph: GraphBuilder, blocks: Blocks, drafter: DrafterWeights, caches: Sequence[CacheNames], embedded: str, hidden: str
 ) -> tuple[str, tuple[str, str | None]]:
-    """Emits a draft step; returns the next hidden row, and the scores with the candidates they belong to."""
+    """Emits a draft step. Returns the next hidden row, and the scores with their candidate tokens."""
     value = graph.linear(graph.op("Concat", embedded, hidden, axis=-1), drafter.before)
     rows = Hidden(value, blocks.norm(value, graph.weight(drafter.layers[0].norms["input_layernorm"])))
     following = norms_behind(drafter.layers, drafter.norm)
@@ -177,7 +180,7 @@ def step(
 
 
 def _continue(graph: GraphBuilder, model: AssistantArchitecture, following: str, scores: str, candidates: str | None, minimum: str) -> None:
-    """Outputs of the loop's body: whether it goes on, what it goes on with, what it collects."""
+    """Declares the outputs of the loop's body: the condition to continue, the state of the next step, and the collected values."""
     best = graph.op("ArgMax", scores, axis=0, keepdims=1)
     drafted = graph.op("Gather", candidates, best, axis=0) if candidates else best
     probability = _probability(graph, scores, minimum)
@@ -192,7 +195,7 @@ def _continue(graph: GraphBuilder, model: AssistantArchitecture, following: str,
 
 
 def _probability(graph: GraphBuilder, scores: str, minimum: str) -> str:
-    """The probability of the likeliest token among the scored ones, if a least probability is asked for; else 1."""
+    """The probability of the likeliest token, among the scored ones, if a minimum above 0 is given; else 1."""
     asked = graph.op("Greater", minimum, graph.floats(0))
     share, certain = graph.subgraph("share"), graph.subgraph("certain")
     top = share.op("ReduceMax", scores, keepdims=1)
@@ -203,7 +206,7 @@ def _probability(graph: GraphBuilder, scores: str, minimum: str) -> str:
 
 
 def _if_scored(graph: GraphBuilder, values: str | None, kind: str) -> str:
-    """`values` [n] if `with_scores` is true, else an empty array."""
+    """Returns `values` [n] if `with_scores` is true, else an empty array."""
     none = graph.floats([]) if kind == "f32" else graph.integers([])
     if values is None:
         return graph.op("Identity", none)
@@ -214,7 +217,7 @@ def _if_scored(graph: GraphBuilder, values: str | None, kind: str) -> str:
 
 
 def _dense_head(checkpoint: Checkpoint, weights: WeightFile, format: WeightFormat) -> Head:
-    """All tokens are candidates."""
+    """Stores a head for which all tokens are candidates."""
     table = weights.matrix(checkpoint, ["model.embed_tokens.weight"], format)
 
     def head(graph: GraphBuilder, value: str) -> tuple[str, str | None]:

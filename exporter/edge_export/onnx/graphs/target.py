@@ -1,4 +1,4 @@
-"""The target as two ONNX graphs: the layers, which output hidden rows, and the head, which computes logits of the rows that need them."""
+"""The target as two ONNX graphs: the layers, which output hidden rows, and the head, which computes logits of selected rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from edge_export.onnx.weights import Matrix, Stored, WeightFile, WeightFormat
 class TargetFormats:
     """How the target's matrices and K/V rows are stored; `embedding` is the format of the token embedding and of the head.
 
-    With `soft_rows` the graph takes rows of images and sound in place of embeddings.
+    With `soft_rows`, the graph also accepts rows of images and sound in place of token embeddings.
     """
 
     layers: WeightFormat
@@ -38,13 +38,13 @@ class TargetFormats:
 
 
 def embed(graph: GraphBuilder, table: Matrix, ids: str, factor: float) -> str:
-    """Rows of an embedding times a factor."""
+    """Returns rows of an embedding table times `factor`."""
     return graph.op("Mul", graph.gather(table, ids), graph.floats(factor))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetWeights:
-    """The target's weights. A host may look embeddings up; then there is no `table`, and none in `per_layer`."""
+    """The target's weights. If the host looks embeddings up, `table` is None here and in `per_layer`."""
 
     model: TextArchitecture
     table: Matrix | None
@@ -55,7 +55,7 @@ class TargetWeights:
 
     @property
     def matrices(self) -> Iterator[Matrix]:
-        """The matrices that its layers multiply with."""
+        """The matrices by which the layers multiply."""
         for layer in self.layers:
             yield from layer.matrices
         if self.per_layer is not None:
@@ -64,7 +64,7 @@ class TargetWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerWeights:
-    """The per-layer embeddings, the projection of embeddings to them, and its norm times 1/sqrt(2)."""
+    """The per-layer embeddings, the projection from token embeddings to their width, and the projection's norm times 1/sqrt(2)."""
 
     table: Matrix | None
     projection: Matrix
@@ -72,7 +72,7 @@ class PerLayerWeights:
 
 
 def store_target(checkpoint: Checkpoint, weights: WeightFile, formats: TargetFormats, *, tables: bool) -> TargetWeights:
-    """Writes the target's weights, with or without the tables of embeddings."""
+    """Writes the target's weights. Without `tables`, the embedding tables are left out."""
     model, name = checkpoint.architecture, "model.embed_tokens.weight"
     table = weights.matrix(checkpoint, [name], formats.embedding) if tables else None
     per_layer = None
@@ -93,14 +93,15 @@ def store_target(checkpoint: Checkpoint, weights: WeightFile, formats: TargetFor
 
 
 def write_target(target: TargetWeights, path: Path, head_path: Path, formats: TargetFormats) -> set[str]:
-    """Writes the two graphs of the target; returns the contrib ops in use."""
+    """Writes the two graphs of the target and returns the names of the contrib operators that they use."""
     model = target.model
     graph = GraphBuilder("target", kernels=are_in_blocks(target.matrices))
     ids = graph.input("input_ids", "i64", (1, "tokens"))
     assert target.table is not None
     embedded = embed(graph, target.table, ids, sqrt(model.hidden_size))
     if formats.soft_rows:
-        # Either one row that is not used, or all rows; ids are then 0, whose per-layer embedding stands beside soft rows.
+        # If `is_soft`, all rows are soft and the ids are 0, as soft rows have the per-layer embedding of token 0. Else `soft_rows` is one
+        # unused row.
         soft = graph.input("soft_rows", "f32", (1, "soft", model.hidden_size))
         embedded = graph.op("Where", graph.input("is_soft", "bool", (1, 1, 1)), soft, embedded)
     hidden = _layers(graph, target, formats.kv, embedded, ids)
@@ -145,7 +146,7 @@ def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: 
 
 
 def _per_layer(graph: GraphBuilder, target: TargetWeights, blocks: Blocks, embedded: str, ids: str, read: ReadRows) -> list[str]:
-    """The per-layer embeddings of each layer, from the last one with K/V on of the rows that are read."""
+    """The per-layer embeddings of each layer. From the last layer with its own K/V on, they are only of the rows that are read."""
     model, weights = target.model, target.per_layer
     if weights is None or weights.table is None:
         return []
@@ -167,14 +168,14 @@ def _present(layer: int, past: CacheNames) -> CacheNames:
 
 
 def logits(graph: GraphBuilder, target: TargetWeights, hidden: str) -> str:
-    """Emits the logits of hidden rows, under this name."""
+    """Emits the logits of hidden rows as a value named `logits`."""
     cap, head = target.model.logit_softcap, target.head
     if cap is None:
         return graph.op("Identity", graph.linear(hidden, head), name="logits")
     if head.rounding is not None:
         value = graph.floats(cap)
         return graph.op("Mul", graph.op("Tanh", graph.op("Div", graph.linear(hidden, head), value)), value, name="logits")
-    # The short hidden row is divided instead of the logits.
+    # Dividing the hidden row costs less than dividing the logits, of which there are many more.
     divided, kind = graph.op("Div", hidden, graph.floats(cap)), "MatMulCapRows" if head.sizes else None
     with graph.kernel(kind, [divided], ["logits"], cap=float(cap), **head.sizes) as (body, (rows,), (capped,)):
         body.op("Mul", body.op("Tanh", body.linear(rows, head)), body.floats(cap), name=capped)
