@@ -19,13 +19,15 @@ from edge_devices.remote.transport import Transport, shell
 EXISTS, BUSY = 17, 18
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # Whether the job in a folder goes on. The number of its process may belong to another one after a restart, or after many processes.
+# A shell that has just handed its job to the job's own process is gone: then that process is looked at.
 LIVE = f"""
 born() {{ cut -d' ' -f22 "/proc/$1/stat" 2>/dev/null; }}
 live() {{
   {{ read -r p began < "$1/pid"; }} 2>/dev/null && test ! -e "$1/exit" || return 1
   test "$(cat "$1/boot" 2>/dev/null)" = "$(cat {BOOT_ID} 2>/dev/null)" || return 1
   case "$p" in ''|0|1|*[!0-9]*) return 1;; esac
-  kill -0 "$p" 2>/dev/null && test "$began" = "$(born "$p")"
+  kill -0 "$p" 2>/dev/null && test "$began" = "$(born "$p")" && return 0
+  {{ read -r next began < "$1/pid"; }} 2>/dev/null && test "$next" != "$p" && live "$1"
 }}
 """
 HOLDER = f"""{LIVE}
