@@ -16,11 +16,6 @@ from phones import Desk
 
 
 @pytest.fixture
-def daemon(desk: Desk) -> FakeAdbd:
-    return desk.phone()
-
-
-@pytest.fixture
 def phone(daemon: FakeAdbd) -> AdbTransport:
     return AdbTransport(daemon.serial)
 

@@ -20,15 +20,9 @@ from edge_devices.remote.snapshot import DeviceSnapshot, preflight_refusals, pre
 from edge_devices.remote.transport import AdbTransport
 from fake_adbd import FakeAdbd
 from local_transport import LocalTransport
-from phones import Desk
 from polling import wait
 
 FINISHED = JobStatus(state=JobState.FINISHED, exit_code=0)
-
-
-@pytest.fixture
-def daemon(desk: Desk) -> FakeAdbd:
-    return desk.phone()
 
 
 def test_a_look_at_a_phone(daemon: FakeAdbd) -> None:

@@ -13,9 +13,7 @@ from edge_devices.machine.system import System, run_command
 from edge_devices.remote.job_monitor import kept_awake, restore_settings
 from edge_devices.remote.jobs import start_job
 from edge_devices.remote.transport import AdbTransport
-from fake_adbd import FakeAdbd
 from fake_phone import FakePhone
-from phones import Desk
 
 pytestmark = pytest.mark.skipif(shutil.which("proot") is None, reason="needs proot (apt install proot)")
 FILE = "/data/local/tmp/.edge-mtp-settings"
@@ -90,11 +88,6 @@ def test_other_machines_are_left_alone(tmp_path):
     with kept_awake(system, FILE, pytest.fail) as awake:
         assert not awake
     assert commands == []
-
-
-@pytest.fixture
-def daemon(desk: Desk) -> FakeAdbd:
-    return desk.phone()
 
 
 def test_settings_are_put_back_from_afar(daemon):
