@@ -18,6 +18,13 @@ def bench(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(a) for a in arguments], env={"COLUMNS": "250"})
 
 
+def ran(*arguments: str | Path) -> Result:
+    """Runs a command that succeeds."""
+    result = bench(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def hold(daemon: FakeAdbd, name: str = "hold") -> Path:
     """Keeps played benchmarks of this phone in the middle until the file is removed; other names are in `stub_package`."""
     path = daemon.phone.path(f"{AdbTransport.FOLDER}/{name}")

@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 
 from bench_records import whole_benchmark
-from device_runs import bench
+from device_runs import bench, ran
 from edge_bench.measure import benchmark, command
 from edge_bench.measure.energy import energy_figures
 from edge_bench.measure.records import Header, Note, RecordFile, read_records
@@ -80,15 +80,13 @@ def test_drafts_are_accepted_and_outputs_are_plain_decodings(measured):
 
 def test_figures_made_again_are_the_same(measured, tmp_path):
     _, folder = measured
-    again = bench("report", folder / "run.jsonl", "--json", "-")
-    assert again.exit_code == 0
+    again = ran("report", folder / "run.jsonl", "--json", "-")
     assert json.loads(again.stdout) == json.loads((folder / "figures.json").read_text())
 
 
 def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
     pytest.importorskip("matplotlib", reason="needs edge-mtp[report]")
-    result = bench("report", made_up, "--html", tmp_path / "report.html", "--json", tmp_path / "figures.json")
-    assert result.exit_code == 0, result.output
+    result = ran("report", made_up, "--html", tmp_path / "report.html", "--json", tmp_path / "figures.json")
     assert "dense 2" in result.stdout
     assert "1.50 [" in result.stdout
     assert (tmp_path / "report.html").read_text().count("<svg") == 6
@@ -96,8 +94,7 @@ def test_a_report_becomes_tables_and_a_page(made_up, tmp_path):
 
 
 def test_a_table_has_the_figures_of_the_json(made_up, tmp_path):
-    result = bench("report", made_up, "--csv", tmp_path / "rows.csv", "--json", tmp_path / "figures.json")
-    assert result.exit_code == 0, result.output
+    ran("report", made_up, "--csv", tmp_path / "rows.csv", "--json", tmp_path / "figures.json")
     figures = json.loads((tmp_path / "figures.json").read_text())
     lines = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
     assert [line["part"] for line in lines] == [part for part in ROWS for _ in figures[part]]
@@ -119,8 +116,7 @@ def test_a_table_of_devices_names_them_in_each_line(made_up, tmp_path):
     folder = tmp_path / "results" / "one" / "phone"
     folder.mkdir(parents=True)
     made_up.rename(folder / "runs.jsonl")
-    result = bench("compare", tmp_path / "results", "--csv", tmp_path / "rows.csv")
-    assert result.exit_code == 0, result.output
+    result = ran("compare", tmp_path / "results", "--csv", tmp_path / "rows.csv")
     lines = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
     assert {(line["device"], line["run"]) for line in lines} == {("phone", "one")}
     assert {line["part"] for line in lines} == set(ROWS)
@@ -150,8 +146,7 @@ def devices(played) -> Devices:
 
 
 def test_devices_of_one_machine_are_measured_one_after_the_other_into_one_table(devices, exported_pair, tmp_path):
-    result = bench("run", exported_pair, "--devices", "cpu, openvino:GPU", "--runs", tmp_path / "runs", "--json", tmp_path / "all.json")
-    assert result.exit_code == 0, result.output
+    result = ran("run", exported_pair, "--devices", "cpu, openvino:GPU", "--runs", tmp_path / "runs", "--json", tmp_path / "all.json")
     assert devices.opened == ["cpu", "openvino:GPU"]
     assert [each["device"] for each in json.loads((tmp_path / "all.json").read_text())["devices"]] == devices.opened
     assert "First token by prompt length" in result.stdout
@@ -179,8 +174,7 @@ def test_a_missing_device_is_refused_before_any_is_measured(played, exported_pai
 
 def test_energy_comes_from_its_log(made_up, tmp_path):
     write_log(tmp_path / "energy.jsonl", two_variants())
-    result = bench("report", made_up, "--energy", tmp_path / "energy.jsonl")
-    assert result.exit_code == 0, result.output
+    result = ran("report", made_up, "--energy", tmp_path / "energy.jsonl")
     assert "saves energy" in result.stdout
     assert "scope package" in result.stdout
     result = bench("report", made_up, "--energy", made_up)
@@ -205,8 +199,7 @@ def test_speeds_are_shown_before_joules_are_measured(played, devices, exported_p
 
     played.meter(SimulatedMachine(), joules)
     arguments = "run", exported_pair, "--energy", tmp_path / "energy.jsonl", "--minutes", "1"
-    result = bench(*arguments, "--json", tmp_path / "figures.json")
-    assert result.exit_code == 0, result.output
+    result = ran(*arguments, "--json", tmp_path / "figures.json")
     before, after = result.stdout.split("HERE JOULES ARE MEASURED")
     assert "All domains" in before
     assert "Joules per output token" not in before
@@ -304,8 +297,7 @@ def test_a_jump_of_the_time_of_day_is_noted_and_changes_no_figure(exported_pair,
     monkeypatch.setattr("time.time", lambda: now() - 86400.0 * next(looks))
     what = "--domains code --lengths 1 --policies stepped --drafters lookup --repeats 1 --max-tokens 4 --contexts 32"
     how = "--threads 1 --check none"
-    result = bench("run", exported_pair, *what.split(), *how.split(), "--runs", tmp_path / "run.jsonl")
-    assert result.exit_code == 0, result.output
+    ran("run", exported_pair, *what.split(), *how.split(), "--runs", tmp_path / "run.jsonl")
     records = read_records(tmp_path / "run.jsonl")
     (note,) = (note for note in records.notes if "time of day" in note)
     assert note.startswith("the time of day moved by -")

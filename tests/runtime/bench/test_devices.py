@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 
 from bench_records import whole_benchmark
-from device_runs import bench, hold, in_background, wait_for, when_running
+from device_runs import bench, hold, in_background, ran, wait_for, when_running
 from edge_bench.devices import remote_run
 from edge_bench.devices.remote_run import RemoteRequest, deploy
 from edge_bench.measure.records import line_of, read_records
@@ -68,8 +68,7 @@ def test_a_run_on_a_phone_from_one_command(empty: FakeAdbd, package: Path, bundl
     prompts.write_text('["one", "two"]')
     where = "--adb", empty.serial, "--package", package, "--results", tmp_path / "results", "--run", "first"
     what = "--lengths", "2,3", "--check", "none", "--prompts", prompts
-    result = bench("devices", bundle, *where, *what, "--json", tmp_path / "figures.json")
-    assert result.exit_code == 0, result.output
+    result = ran("devices", bundle, *where, *what, "--json", tmp_path / "figures.json")
     assert "All domains" in result.stdout
     assert "package: " in result.stderr
     assert "run first started" in result.stderr
@@ -89,8 +88,7 @@ def test_several_phones_are_compared(desk: Desk, daemon: FakeAdbd, package: Path
     other = desk.phone()
     other.phone.says("getprop ro.product.model", "Other <b>\n")
     arguments = ("--package", package, "--results", tmp_path / "results", "--run", "both", "--html", tmp_path / "page.html")
-    result = bench("devices", bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
-    assert result.exit_code == 0, result.output
+    result = ran("devices", bundle, "--adb", daemon.serial, "--adb", other.serial, *arguments)
     for name in (daemon.serial, other.serial, "Fake One", "Other <b>", "Doubts, warnings and incidents"):
         assert name in result.stdout
     assert "Other &lt;b&gt;" in (tmp_path / "page.html").read_text()
@@ -104,8 +102,7 @@ def test_one_of_two_phones_fails(desk: Desk, daemon: FakeAdbd, package: Path, bu
     hot = desk.phone()
     hot.phone.battery(celsius=50)
     arguments = ("--package", package, "--results", tmp_path, "--run", "half")
-    result = bench("devices", bundle, "--adb", daemon.serial, "--adb", hot.serial, *arguments)
-    assert result.exit_code == 0
+    result = ran("devices", bundle, "--adb", daemon.serial, "--adb", hot.serial, *arguments)
     assert f"left out: adb:{hot.serial}: the phone is at 50 °C: let it cool below 45 °C" in result.stderr
     assert "All domains" in result.stdout
     alone = bench("devices", bundle, "--adb", hot.serial, *arguments)
@@ -136,8 +133,7 @@ def test_a_restart_keeps_what_was_measured(desk: Desk, daemon: FakeAdbd, package
 def test_a_benchmark_that_the_kernel_kills_keeps_its_records(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     """The benchmark alone, as the kernel chooses it: its monitor lives on and sees it end."""
     hold(daemon, "oom")
-    result = bench("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = ran("devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path)
     assert "All domains" in result.stdout
     assert "the run was killed from outside" in result.stdout
     assert "the results until then are kept" in result.stdout
@@ -203,14 +199,12 @@ def test_a_phone_that_went_off_gets_its_settings_back(
 
 def test_an_external_meter_keeps_the_speeds_and_says_what_joins_them(daemon: FakeAdbd, package: Path, bundle: Path, tmp_path: Path) -> None:
     arguments = "devices", bundle, "--adb", daemon.serial, "--package", package, "--results", tmp_path, "--energy", "--meter", "external"
-    result = bench(*arguments)
-    assert result.exit_code == 0, result.output
+    result = ran(*arguments)
     assert "the recording of the external meter must run from now until the end" in result.stderr
     log = next(tmp_path.rglob("energy.jsonl"))
     assert f"edge-bench report {log} --external TABLE" in result.stdout
     assert "All domains" in result.stdout
-    compared = bench("compare", tmp_path)
-    assert compared.exit_code == 0, compared.output
+    compared = ran("compare", tmp_path)
     assert "--external TABLE" in compared.stdout
 
 
@@ -220,8 +214,7 @@ def test_one_damaged_result_keeps_no_others_out(tmp_path: Path) -> None:
         (tmp_path / "run" / name / "runs.jsonl").write_text("".join(map(line_of, whole_benchmark())))
     (tmp_path / "run/bad/runs.jsonl").write_text("{}\n")
     (tmp_path / "run/worse/energy.jsonl").write_text("{}\n")
-    result = bench("compare", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = ran("compare", tmp_path)
     assert "good" in result.stdout
     assert "no joules: " in result.stdout
     assert f"left out: {tmp_path / 'run/bad/runs.jsonl'}: line 1 is not a valid record" in result.stderr
@@ -297,8 +290,7 @@ def test_joules_come_home_with_their_scope(daemon: FakeAdbd, package: Path, bund
     assert refused.exit_code == 1
     assert "USB supplies power: unplug it to measure at the battery" in refused.stderr
     daemon.phone.battery()
-    result = bench(*arguments)
-    assert result.exit_code == 0, result.output
+    result = ran(*arguments)
     assert "scope package" in result.stdout
     assert "Joules per output token" in result.stdout
     assert next(tmp_path.rglob("energy.jsonl")).exists()
@@ -312,8 +304,7 @@ def test_a_run_is_followed_by_name_and_cleaned_up(daemon: FakeAdbd, package: Pat
     thread = in_background(lambda: bench(*arguments))
     when_running(daemon, held.unlink).join()
     thread.join()
-    result = bench(*arguments, "--clean")
-    assert result.exit_code == 0, result.output
+    result = ran(*arguments, "--clean")
     assert "run named already exists: following it" in result.stderr
     assert "governor is schedutil" in result.stdout  # what was seen before the run is remembered
     assert not daemon.phone.path(AdbTransport.FOLDER).exists()
@@ -331,8 +322,7 @@ def test_a_second_run_is_refused_and_a_stop_is_a_stop(daemon: FakeAdbd, package:
         refused = bench(*words)
         assert refused.exit_code == 1
         assert refused.stderr.splitlines()[-1] == f"Error: adb:{daemon.serial}: {goes_on}"
-    stopped = bench(*where, "--stop", "--run", "long")
-    assert stopped.exit_code == 0, stopped.output
+    stopped = ran(*where, "--stop", "--run", "long")
     assert "run long is stopped; `--run long` without --stop collects what it measured" in stopped.stderr
     thread.join()
     assert ended[0].exit_code == 0, ended[0].output
@@ -347,13 +337,12 @@ def test_a_second_run_is_refused_and_a_stop_is_a_stop(daemon: FakeAdbd, package:
 def test_deploying_only_starts_nothing_and_is_cleaned_without_a_bundle(
     empty: FakeAdbd, package: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    result = bench("devices", bundle, "--adb", empty.serial, "--package", package, "--results", tmp_path, "--deploy-only")
-    assert result.exit_code == 0, result.output
+    ran("devices", bundle, "--adb", empty.serial, "--package", package, "--results", tmp_path, "--deploy-only")
     folder = empty.phone.path(AdbTransport.FOLDER)
     assert (folder / "package/bin/edge-bench").stat().st_mode & 0o111
     assert (folder / "bundles/my bundle/target.gguf").stat().st_size == 100_000
     assert not (folder / "runs").exists()
-    assert bench("devices", "--adb", empty.serial, "--clean").exit_code == 0
+    ran("devices", "--adb", empty.serial, "--clean")
     assert not folder.exists()
 
 

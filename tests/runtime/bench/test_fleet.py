@@ -14,7 +14,7 @@ from click.testing import Result
 
 import phones
 from bench_records import whole_benchmark
-from device_runs import bench, hold, in_background
+from device_runs import bench, hold, in_background, ran
 from edge_bench.devices import fleet
 from edge_bench.measure.records import Run
 from edge_devices.remote.transport import AdbTransport
@@ -86,8 +86,7 @@ def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
 
     package = stub_package(tmp_path / "package")
     arguments = ("devices", bundle, "--fleet", scheduler, "--package", package, "--results", tmp_path / "fleet")
-    result = bench(*arguments, "--run", "one")
-    assert result.exit_code == 0, result.output
+    result = ran(*arguments, "--run", "one")
     serials = {daemon.serial for desk in desks for daemon in desk.phones}
     rows = ds.dataset(tmp_path / "fleet/parquet/requests").to_table().to_pylist()
     assert {row["device"].rpartition("/")[2] for row in rows} == serials
@@ -105,8 +104,7 @@ def test_four_phones_of_two_hosts_land_in_one_parquet_folder(
     assert "left out" in again.stderr
     assert "let it cool" in again.stderr
     assert len(list((tmp_path / "fleet/parquet/requests").iterdir())) == 4 + 1
-    compared = bench("compare", tmp_path / "fleet")
-    assert compared.exit_code == 0, compared.output
+    compared = ran("compare", tmp_path / "fleet")
     assert "Fleet" in compared.stdout
 
 

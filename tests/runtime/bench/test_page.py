@@ -13,7 +13,7 @@ import pytest
 
 from bench_records import fixed, run, whole_benchmark
 from chromium import chromium
-from device_runs import bench
+from device_runs import bench, ran
 from edge_bench.measure import energy
 from edge_bench.measure.energy import fitted, measure_energy, planned_seconds, read_energy
 from edge_bench.measure.records import BASELINE, collect
@@ -215,8 +215,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_energy_log_is_reported_alone(path: Path) -> None:
     assert is_energy_log(path)
-    result = bench("report", path)
-    assert result.exit_code == 0, result.output
+    result = ran("report", path)
     (table,) = [lines for lines in result.stdout.split("\n\n") if "Joules per output token" in lines]
     assert [cell.strip() for cell in table.splitlines()[2].strip("┃").split("┃")] == ["plain", "drafts", "ratio", "interval", "scope"]
     assert re.search(r"│ 0\.48 +│ 0\.288 \(split 3\) │ +0\.60 │ \[0\.\d+, 0\.\d+\] \(n=2\) │ package │", table), table
@@ -267,8 +266,7 @@ def test_plots_name_scope_and_estimates(path: Path) -> None:
 def test_names_in_an_energy_log_stay_text(tmp_path: Path) -> None:
     log = recorded(Kind.SAMPLER, refresh_s=0.2, name=HOSTILE)
     write_log(tmp_path / "log.jsonl", replace(log, facts=replace(log.facts, name=HOSTILE), warnings=[HOSTILE]))
-    result = bench("report", tmp_path / "log.jsonl", "--html", tmp_path / "page.html")
-    assert result.exit_code == 0, result.output
+    ran("report", tmp_path / "log.jsonl", "--html", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
@@ -276,7 +274,7 @@ def test_names_in_an_energy_log_stay_text(tmp_path: Path) -> None:
 
 
 def test_a_browser_shows_power_windows_and_intervals(path: Path, tmp_path: Path) -> None:
-    assert bench("report", path, "--html", tmp_path / "page.html").exit_code == 0
+    ran("report", path, "--html", tmp_path / "page.html")
     with chromium(tmp_path / "profile", theme="dark") as driver:
         driver.get((tmp_path / "page.html").as_uri())
         heading = driver.execute_script("return document.querySelector('h1').textContent")
@@ -365,8 +363,7 @@ def test_a_measurement_of_few_repeats_has_figures(repeats: int, tmp_path: Path) 
     workloads = {"plain": machine.workload(12.0), "split 3": machine.workload(12.0, decode_s=1.2)}
     path = tmp_path / "energy.jsonl"
     measure_energy(path, machine, workloads, threads=1, system=machine.system, repeats=repeats)
-    shown = bench("report", path)
-    assert shown.exit_code == 0, shown.output
+    shown = ran("report", path)
     assert ("none: a single repeat" in shown.stdout) == (repeats == 1)
 
 

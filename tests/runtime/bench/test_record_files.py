@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench_records import BASELINE, fixed, header, run, whole_benchmark
-from device_runs import bench
+from device_runs import bench, ran
 from edge_bench.devices import results
 from edge_bench.devices.results import DeviceResult, comparison_tables
 from edge_bench.measure.energy import measure_energy
@@ -58,8 +58,7 @@ def energy_log(path: Path, name: str, processor: str = "") -> Path:
 
 def test_records_of_two_machines_share_a_table_with_their_joules(tmp_path):
     files = [written(tmp_path / "a.jsonl", benchmark("A")), written(tmp_path / "b.jsonl", benchmark("B", slow=3.0))]
-    result = bench("report", *files, energy_log(tmp_path / "a-energy.jsonl", "A"))
-    assert result.exit_code == 0, result.output
+    result = ran("report", *files, energy_log(tmp_path / "a-energy.jsonl", "A"))
     for words in ("Board A", "Board B", "a.jsonl", "2.00 [2.00, 2.00]", "Joules per output token, scope package", "0.28 (dense 3)"):
         assert words in result.stdout
     assert "left out" not in result.stderr
@@ -92,8 +91,7 @@ BUSY = MachineLoad(others=0.9, seconds=1.0)
 def test_doubtful_records_are_shown_and_claim_nothing(tmp_path, change, claim, words):
     good = written(tmp_path / "good.jsonl", benchmark("A"))
     doubtful = written(tmp_path / "doubtful.jsonl", change(benchmark("B", slow=2.0)))
-    result = bench("report", good, doubtful)
-    assert result.exit_code == 0, result.output
+    result = ran("report", good, doubtful)
     (row,) = [line for line in result.stdout.splitlines() if "Board B" in line and "dense 3" in line]
     assert f"│ {claim}" in row.replace("  ", "")
     assert words in result.stdout
@@ -113,8 +111,7 @@ def test_doubtful_records_are_shown_and_claim_nothing(tmp_path, change, claim, w
 def test_what_is_no_record_is_left_out_and_named(tmp_path, content, words):
     good = written(tmp_path / "good.jsonl", benchmark("A"))
     (tmp_path / "bad.jsonl").write_text(content)
-    result = bench("report", good, tmp_path / "bad.jsonl")
-    assert result.exit_code == 0, result.output
+    result = ran("report", good, tmp_path / "bad.jsonl")
     assert "Board A" in result.stdout
     assert f"left out: {tmp_path / 'bad.jsonl'}" in result.stderr
     assert words in result.stderr
@@ -173,8 +170,7 @@ def test_half_of_a_character_in_a_record_ends_no_json(tmp_path):
     """One stranger's record ended --json in a traceback, with the figures of all others."""
     hostile = [replace(benchmark("B", slow=2.0)[0], bundle="half \ud800"), *benchmark("B", slow=2.0)[1:]]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(json.loads(line_of(each))) + "\n" for each in hostile))
-    result = bench("report", written(tmp_path / "a.jsonl", benchmark("A")), tmp_path / "b.jsonl", "--json", "-")
-    assert result.exit_code == 0, result.output
+    result = ran("report", written(tmp_path / "a.jsonl", benchmark("A")), tmp_path / "b.jsonl", "--json", "-")
     assert json.loads(result.stdout)["devices"][1]["figures"]["header"]["bundle"] == "half ?"
 
 
@@ -188,8 +184,7 @@ def test_a_real_record_holds_hashes_and_nothing_about_its_owner(exported_pair: P
     played.meter(machine, joules)
     what = "--domains code,chat --drafters dense --lengths none --policies profit --contexts none --repeats 1 --warm-up 0 --max-tokens 8"
     where = "--runs", tmp_path / "runs.jsonl", "--energy", tmp_path / "energy.jsonl"
-    result = bench("run", exported_pair, *what.split(), "--backend", "llama", "--threads", "1", *where)
-    assert result.exit_code == 0, result.output
+    ran("run", exported_pair, *what.split(), "--backend", "llama", "--threads", "1", *where)
     first = read_records(tmp_path / "runs.jsonl").header
     assert {file.sha256 for file in first.files} == {file.sha256 for file in open_bundle(exported_pair).manifest.files}
     assert read_log(tmp_path / "energy.jsonl").environment["run"] == first.run
