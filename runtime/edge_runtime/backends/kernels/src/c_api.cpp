@@ -12,7 +12,7 @@
 
 using namespace edge;
 
-// The names of the variants that this processor can run, best first, with a space after each.
+// Writes the names of the variants that this processor can run, best first, with a space after each.
 EDGE_EXPORT void edge_rows_variants(char* names, size_t size) {
     size_t at = 0;
     for (const Variant* const* variant = usable_variants(); *variant && at + strlen((*variant)->name) + 2 <= size; variant++) {
@@ -33,8 +33,8 @@ static const Variant* variant_by_name(const char* name) {
     return *variant;
 }
 
-// out [fresh x heads, dim]: attention by the variant of this name, in one thread, `at_once` queries at a time. Arrays are those of Attention.
-// Returns 0, or 1 for an unknown name, an invalid shape, or without memory.
+// Computes attention with the variant of this name, in one thread, `at_once` queries at a time: out [fresh x heads, dim]. Arrays are as in
+// Attention. Returns 0, or 1 for an unknown name, an invalid shape, or without enough memory.
 EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const float* past_keys, const float* past_values, const float* new_keys,
                                  const float* new_values, int64_t past, int64_t fresh, int64_t heads, int64_t dim, int64_t origin, int64_t window, int64_t at_once,
                                  float* out) {
@@ -53,9 +53,9 @@ EDGE_EXPORT int edge_rows_attend(const char* name, const float* queries, const f
     return 0;
 }
 
-// out [rows x heads, value_dim]: attention over cells by the variant of this name, in one thread, `at_once` queries at a time. Keys and values
-// are [cells] rows of that type: 0 float16, 1 and 2 blocks of 8 and 4 bits. mask [rows, cells] is float16. Scores are not scaled.
-// Returns 0, or 1 for an unknown name, an invalid shape, or without memory.
+// Computes attention over cells with the variant of this name, in one thread, `at_once` queries at a time: out [rows x heads, value_dim]. Keys and
+// values are [cells] rows of `type`: 0 float16, 1 blocks of 8 bits, 2 blocks of 4 bits. mask [rows, cells] is float16. Scores are not scaled.
+// Returns 0, or 1 for an unknown name, an invalid shape, or without enough memory.
 EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, const char* keys, const char* values, const uint16_t* mask, int64_t type,
                                        int64_t cells, int64_t rows, int64_t heads, int64_t key_dim, int64_t value_dim, int64_t at_once, float* out) {
     const Variant* variant = variant_by_name(name);
@@ -81,7 +81,7 @@ EDGE_EXPORT int edge_rows_attend_cells(const char* name, const float* queries, c
     return 0;
 }
 
-// out [count] = gelu(gates) * values, by the variant of this name. Returns 0, or 1 for an unknown name or an invalid count.
+// out [count] = gelu(gates) * values, with the variant of this name. Returns 0, or 1 for an unknown name or an invalid count.
 EDGE_EXPORT int edge_rows_gate(const char* name, const float* gates, const float* values, int64_t count, float* out) {
     const Variant* variant = variant_by_name(name);
     if (!variant || count < 1) return 1;
@@ -105,7 +105,7 @@ EDGE_EXPORT int edge_rows_norm(const char* name, const float* values, const floa
     return 0;
 }
 
-// out [rows, outputs], in one thread. Returns 0, or 1 without memory.
+// Multiplies in one thread: out [rows, outputs]. Returns 0, or 1 without enough memory.
 static int multiply_packed(const Variant& variant, const PackedMatrix& m, const float* values, int64_t rows, float* out) {
     void* memory = aligned_alloc(kLine, (RoundedRows::bytes(m, rows) + kLine - 1) / kLine * kLine);
     if (!memory) return 1;
@@ -116,8 +116,8 @@ static int multiply_packed(const Variant& variant, const PackedMatrix& m, const 
     return 0;
 }
 
-// out [rows, outputs] = values [rows, inputs] times the transposed matrix, by the variant of this name, in one thread. `levels` and `scales`
-// are as MatMulNBits stores them. Returns 0, or 1 for an unknown name, an invalid shape, or without memory.
+// out [rows, outputs] = values [rows, inputs] times the transposed matrix, with the variant of this name, in one thread. `levels` and `scales`
+// are in the format of MatMulNBits. Returns 0, or 1 for an unknown name, an invalid shape, or without enough memory.
 EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t inputs, int bits, int block, const uint8_t* levels, const float* scales,
                                    const float* values, int64_t rows, float* out) {
     const Variant* variant = variant_by_name(name);
@@ -128,7 +128,7 @@ EDGE_EXPORT int edge_rows_multiply(const char* name, int64_t outputs, int64_t in
     return failed;
 }
 
-// The same with activations and results that are rounded by the static scales[0] and scales[1] of `steps` (0: not rounded, of results alone).
+// The same with static scales: activations are rounded with steps[0], results with steps[1] (0: results are not rounded).
 EDGE_EXPORT int edge_rows_multiply_static(const char* name, const uint8_t* levels, const float* scales, const float* steps, const float* values, int64_t outputs,
                                           int64_t inputs, int64_t bits, int64_t block, int64_t rows, float* out) {
     const Variant* variant = variant_by_name(name);
@@ -147,7 +147,7 @@ EDGE_EXPORT int edge_rows_multiply_static(const char* name, const uint8_t* level
     return !memory;
 }
 
-// The same with weights as a GGUF file stores them in the type of this number (enum ggml_type); 1 also for a type that no kernel takes.
+// The same with weights in a type of GGUF files, by its number in enum ggml_type; also returns 1 for a type that no kernel supports.
 EDGE_EXPORT int edge_rows_multiply_gguf(const char* name, int type, int64_t outputs, int64_t inputs, size_t row_bytes, const void* data,
                                         const float* values, int64_t rows, float* out) {
     const Variant* variant = variant_by_name(name);
@@ -164,7 +164,7 @@ EDGE_EXPORT int edge_rows_multiply_gguf(const char* name, int type, int64_t outp
     return failed;
 }
 
-// out [rows, outputs] = values [rows, inputs] times the transposed float matrix [outputs, inputs], by the variant of this name, in one thread.
+// out [rows, outputs] = values [rows, inputs] times the transposed float matrix [outputs, inputs], with the variant of this name, in one thread.
 // `type`: 0 float32, 1 float16, 2 bfloat16. Returns 0, or 1 for an unknown name, or an invalid type or shape.
 EDGE_EXPORT int edge_rows_multiply_floats(const char* name, const char* weights, const float* values, int64_t type, int64_t outputs, int64_t inputs,
                                           int64_t rows, float* out) {

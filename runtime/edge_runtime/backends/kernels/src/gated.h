@@ -1,4 +1,5 @@
-// gelu(gates) * values of two products with the same rows, some outputs of all panels at a time: neither product is ever in memory as a whole.
+// gelu(gates) * values for two products with the same rows. A few outputs are computed for all panels at a time, so neither product is ever in
+// memory as a whole.
 #pragma once
 #include "layout.h"
 
@@ -12,7 +13,7 @@ struct GatedWeights {
     int64_t offset;
 };
 
-// How many outputs are gated at a time: whole blocks of the product behind them.
+// How many outputs are gated at a time: whole blocks of inputs of the next product.
 inline int64_t gated_width(int64_t block) { return block < kTilesAtOnce * kTile ? kTilesAtOnce * kTile : block; }
 
 // Calls `use` with the number of each panel and its gated outputs [rows, width], from tile `first` on.

@@ -1,4 +1,4 @@
-// What the library does where the file behind a mapping is lost. The only part that needs an operating system's C library.
+// What happens if the file of a mapping is lost.
 #include <signal.h>
 #include <string.h>
 #include <unistd.h>
@@ -12,8 +12,8 @@ static void end_on_lost_file(int) {
     _exit(written < 0 ? 2 : 1);
 }
 
-// Has a read of a mapped file that is no longer there (SIGBUS: it was cut, or its disk failed) end the process with this line, which stays
-// the caller's, and exit code 1. A handler that is there already stays. Returns 0, or 1 where nothing was changed.
+// If a mapped file was truncated or its disk failed, a read raises SIGBUS. Makes the process then print `line`, whose memory the caller keeps, and
+// exit with code 1. An existing handler is not replaced. Returns 0, or 1 if nothing was changed.
 EDGE_EXPORT int edge_end_on_lost_file(const char* line) {
     struct sigaction now = {};
     if (sigaction(SIGBUS, nullptr, &now) || now.sa_handler != SIG_DFL) return 1;

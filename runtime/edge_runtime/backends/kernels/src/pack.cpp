@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kMaxSize = int64_t{1} << 31;  // outputs or inputs
 constexpr int64_t kMaxLevels = int64_t{1} << 40;
 
-// Nibbles 0 to 3 of the low half, one to a byte.
+// Spreads nibbles 0 to 3 to one byte each.
 uint32_t spread(uint32_t nibbles) {
     uint32_t pairs = (nibbles | nibbles << 8) & 0x00ff00ffu;
     return (pairs | pairs << 4) & 0x0f0f0f0fu;
@@ -43,7 +43,7 @@ bool is_half(float value) {
     return static_cast<float>(half) == value;
 }
 
-// Pieces of a matrix that threads take in turn, so that none waits for one whose processor is busy.
+// The pieces of a matrix. Threads take them one by one, so that none waits for a thread whose processor is busy.
 struct Pieces {
     int64_t tiles, next;
     void (*part)(void*, int64_t, int64_t);
@@ -51,7 +51,7 @@ struct Pieces {
 };
 
 constexpr int64_t kTilesOfPiece = 16;
-constexpr int kMaxThreads = 4;  // more wait for memory
+constexpr int kMaxThreads = 4;  // more would only wait for memory
 constexpr size_t kWorthThreads = size_t{1} << 20;
 
 void* take_pieces(void* argument) {
@@ -63,7 +63,7 @@ void* take_pieces(void* argument) {
     }
 }
 
-// What packing a matrix reads and writes.
+// The arguments of packing.
 struct Packing {
     const PackedMatrix& matrix;
     int64_t stored_blocks;

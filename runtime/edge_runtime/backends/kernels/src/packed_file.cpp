@@ -23,7 +23,7 @@ constexpr size_t kMaxWrite = size_t{1} << 26;
 
 struct Header {
     char magic[8];
-    uint32_t version, check;  // of this header with 0 in its place, and of the index
+    uint32_t version, check;  // `check` is the checksum of this header, with 0 in place of `check`, and of the index
     uint8_t key[kKeyBytes];
     uint64_t index, count;
 };
@@ -70,7 +70,7 @@ struct PackedFile::Entry {
     float static_scale;
     uint8_t half_scales, minimums, zeros[2];
     uint64_t offset, bytes;
-    const void* place;  // in the process that writes; no part of a file
+    const void* place;  // address in the process that writes; null in a file
 
     PackedMatrix matrix() const {
         PackedMatrix m = {outputs, inputs, bits, block, half_scales != 0, nullptr, nullptr, minimums != 0, static_scale};
@@ -105,7 +105,7 @@ PackedFile* PackedFile::open(const char* path, const uint8_t* key) {
 PackedFile* PackedFile::create(const char* temporary, const uint8_t* key) {
     const int file = ::open(temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (file < 0) return nullptr;
-    flock(file, LOCK_EX | LOCK_NB);  // others see that it is not left over
+    flock(file, LOCK_EX | LOCK_NB);  // shows other processes that the file is not a leftover
     PackedFile* created = static_cast<PackedFile*>(calloc(1, sizeof(PackedFile)));
     char *name = strdup(temporary), *piece = static_cast<char*>(malloc(kLargePage));
     if (!created || !name || !piece) {
@@ -193,7 +193,7 @@ bool PackedFile::place_in_whole(int64_t index, PackedMatrix& m) {
     return true;
 }
 
-// What lies before, between and behind the matrices that were given away.
+// Unmaps the parts of `whole_` that are not part of a matrix that was taken.
 void PackedFile::unmap_rest() {
     uint64_t end = 0;
     for (int64_t i = 0; whole_ && i <= count_; i++) {
@@ -235,14 +235,14 @@ void* PackedFile::pages(size_t bytes) const {
     void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
     char* first = static_cast<char*>(memory);
-    const size_t begin = (mapped_bytes(end_) - reinterpret_cast<uintptr_t>(first)) % kLargePage;  // its place in a large page of the file
+    const size_t begin = (mapped_bytes(end_) - reinterpret_cast<uintptr_t>(first)) % kLargePage;  // the same offset in a large page as in the file
     if (begin) munmap(first, begin);
     munmap(first + begin + mapped_bytes(bytes), kLargePage - begin);
     ask_for_large_pages(first + begin, bytes);
     return first + begin;
 }
 
-// Writes bytes, or zeros for null, behind the others: whole large pages at once, what is less when it is one.
+// Appends bytes, or zeros if `data` is null. Whole large pages are written at once; the rest is kept in `piece_` until it fills one.
 bool PackedFile::append(const void* data, size_t bytes) {
     for (const char* at = static_cast<const char*>(data); bytes;) {
         const size_t held = end_ - written_;
@@ -266,7 +266,7 @@ bool PackedFile::map_in_place(const Entry& entry, const void* place) {
     return map(entry, m, const_cast<void*>(place));
 }
 
-// What cannot be mapped stays in memory.
+// Maps all added matrices that are completely written. If mapping one fails, it stays in memory.
 void PackedFile::map_written() {
     for (; in_place_ < count_; in_place_++) {
         const Entry& entry = entries_[in_place_];
@@ -275,7 +275,7 @@ void PackedFile::map_written() {
     }
 }
 
-// Maps what was added under the same name. Other weights of that name are an error: a later start would take the ones for the others.
+// Maps the earlier matrix with the same name. It is an error if its weights differ, because a later start could not tell the two apart.
 bool PackedFile::add_again(const Entry& earlier, const PackedMatrix& m) {
     PackedMatrix same = earlier.matrix();
     if (!write(piece_, end_ - written_, written_)) return false;
@@ -346,31 +346,31 @@ void use_packed_file(PackedFile* file) {
 
 using namespace edge;
 
-// The file of packed weights at `path` with this key (32 bytes), for reading; null where there is none that can be used.
+// Opens the file of packed weights at `path` for reading; null if there is no usable file with this key (32 bytes).
 EDGE_EXPORT PackedFile* edge_packed_open(const char* path, const uint8_t* key) { return PackedFile::open(path, key); }
 
-// A new one for writing, under a temporary name; null where that fails, and then errno is in `error`.
+// Creates a file for writing, under a temporary name; null if that fails, with errno in `error`.
 EDGE_EXPORT PackedFile* edge_packed_create(const char* temporary, const uint8_t* key, int* error) {
     PackedFile* file = PackedFile::create(temporary, key);
     *error = file ? 0 : errno;
     return file;
 }
 
-// This thread's loads of models use the file, until they are told another one or none (null).
+// Models that this thread loads use the file, until the next call with another file or null.
 EDGE_EXPORT void edge_packed_use(PackedFile* file) { use_packed_file(file); }
 
-// counts [2]: matrices that were mapped from the file, and those that were packed: added to it, or not found in it. Returns the error (errno) of
-// a write, or 0.
+// counts [2]: how many matrices were mapped from the file, and how many were packed, because the file is new or lacks them. Returns the errno of a
+// failed write, or 0.
 EDGE_EXPORT int edge_packed_counts(const PackedFile* file, int64_t* counts) {
     counts[0] = file->taken(), counts[1] = file->packed();
     return file->error();
 }
 
-// Writes all to the disk and gives the file its name. Returns 0, or the error (errno).
+// Writes everything to the disk and gives the file its final name. Returns 0, or an errno.
 EDGE_EXPORT int edge_packed_keep(PackedFile* file, const char* path) { return file->keep(path); }
 
-// Frees it. What is mapped stays; a file that was not kept is removed.
+// Frees the object. Mapped matrices stay valid; a new file that was not kept is deleted.
 EDGE_EXPORT void edge_packed_close(PackedFile* file) { file->close(); }
 
-// The number that counts up with every change of the layout.
+// The version of the layout.
 EDGE_EXPORT uint32_t edge_packed_version() { return kPackedVersion; }

@@ -1,6 +1,6 @@
-// The race of runtime/edge_runtime/decoding/shared_noise.py, which defines the arrival times: the same bits as there.
+// The race of runtime/edge_runtime/decoding/shared_noise.py, which defines the arrival times. They have the same bits here.
 //
-// The library has no mathematics of the system's, so that logarithm and exponential are here too.
+// Logarithm and exponential are computed here too, because the library does not use the system's math library.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 namespace {
 
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15, kFirst = 0xBF58476D1CE4E5B9, kSecond = 0x94D049BB133111EB;
-// Tokens of a group, how far they are apart, and the part of the vocabulary that so many groups cover.
+// The number of tokens in a group, the distance between them, and the stretch of the vocabulary that kApart groups cover.
 constexpr int64_t kMembers = 64, kApart = 512, kStretch = kMembers * kApart;
 constexpr uint64_t kGroups = 1ull << 32;
 constexpr double kLn2 = 0.6931471805599453, kHalfRoot = 0.7071067811865476, kInfinity = __builtin_inf();
@@ -26,7 +26,7 @@ uint64_t output(uint64_t key, uint64_t number) {
     return mixed ^ (mixed >> 31);
 }
 
-// -ln(((drawn >> 12) + 0.5) / 2^52), in the order of operations that the definition has.
+// Returns -ln(((drawn >> 12) + 0.5) / 2^52), with the operations in the same order as in the definition.
 double exponential(uint64_t drawn) {
     const double value = static_cast<double>(drawn >> 12) + 0.5;
     uint64_t bits;
@@ -45,11 +45,11 @@ double exponential(uint64_t drawn) {
     return (52 - exponent) * kLn2 - series * quotient;
 }
 
-// exp(x) of x at most 0: 2^k times the Taylor series of a rest of at most ln(2) / 2, whose 15th term is below 1e-18.
+// Returns exp(x) for x <= 0: 2^k times the Taylor series of the remainder, which is at most ln(2) / 2, so that the 15th term is below 1e-18.
 double weight(double x) {
     if (x < -708.0) return 0.0;  // the smallest normal number is 2^-1022
     const double k = static_cast<double>(static_cast<int64_t>(x / kLn2 - 0.5));
-    // ln(2) in two parts, so that the rest is exact.
+    // ln(2) is subtracted in two parts, so that the remainder is exact.
     const double rest = (x - k * 0.693147180369123816490) - k * 1.90821492927058770002e-10;
     double sum = kTaylor[14];
     for (int n = 13; n >= 0; n--) sum = sum * rest + kTaylor[n];
@@ -71,7 +71,7 @@ double arrival(uint64_t key, int64_t token, uint64_t of_group) {
 
 }  // namespace
 
-// Returns which of `tokens` [count] wins with `weights` [count], 0 or more: its index; the first of equals. 0 where no weight is above 0.
+// Returns the index of the winner among `tokens` [count] with `weights` [count] >= 0; the first one if times are equal, 0 if all weights are 0.
 EDGE_EXPORT int64_t edge_race(uint64_t key, const int64_t* tokens, const double* weights, int64_t count) {
     int64_t winner = 0;
     double best = kInfinity;
@@ -87,21 +87,22 @@ EDGE_EXPORT int64_t edge_race(uint64_t key, const int64_t* tokens, const double*
     return winner;
 }
 
-// Returns the token that wins with weights exp(logit / temperature) of `logits` [vocabulary], none NaN and the largest finite; -1 without memory.
+// Returns the token that wins with the weights exp(logit / temperature). `logits` [vocabulary] are not NaN, and the largest is finite. Returns -1 if
+// there is not enough memory.
 EDGE_EXPORT int64_t edge_race_of_all(uint64_t key, const float* logits, int64_t vocabulary, double temperature) {
     const int64_t stretches = (vocabulary + kStretch - 1) / kStretch, groups = stretches * kApart;
     float* largest = static_cast<float*>(malloc(static_cast<size_t>(groups) * (sizeof(float) + sizeof(double))));
     if (!largest) return -1;
     double* earliest = reinterpret_cast<double*>(largest + groups);
     for (int64_t group = 0; group < groups; group++) largest[group] = -__builtin_inff();
-    for (int64_t begin = 0; begin < vocabulary; begin += kApart) {  // a member of each group of a stretch
+    for (int64_t begin = 0; begin < vocabulary; begin += kApart) {  // one member of each group in a stretch
         float* of_stretch = largest + begin / kStretch * kApart;
         const int64_t count = vocabulary - begin < kApart ? vocabulary - begin : kApart;
         for (int64_t i = 0; i < count; i++) of_stretch[i] = logits[begin + i] > of_stretch[i] ? logits[begin + i] : of_stretch[i];
     }
     float top = largest[0];
     for (int64_t group = 1; group < groups; group++) top = largest[group] > top ? largest[group] : top;
-    // How much later a logit's token arrives than the likeliest would, at least: exp(t) >= 1 + t + t^2 / 2 + t^3 / 6 for t of 0 or more.
+    // A lower bound of the factor by which a token's time is longer than the likeliest token's: exp(t) >= 1 + t + t^2 / 2 + t^3 / 6 for t >= 0.
     const auto later = [&](float logit) {
         const double t = (static_cast<double>(top) - static_cast<double>(logit)) / temperature;
         return 1 + t * (1 + t * (0.5 + t * (1.0 / 6)));
@@ -129,7 +130,7 @@ EDGE_EXPORT int64_t edge_race_of_all(uint64_t key, const float* logits, int64_t 
             }
         }
     };
-    run(soonest);  // its best time is what most others are too late for
+    run(soonest);  // gives an upper bound of the winner's time, which excludes most other groups
     for (int64_t group = 0; group < groups; group++) {
         if (earliest[group] <= best && group != soonest) run(group);
     }

@@ -10,9 +10,9 @@ namespace edge {
 #if defined(__linux__) && defined(MADV_PAGEOUT) && defined(MADV_WIPEONFORK)
 namespace {
 
-// Whether these pages come from a file, whole as it is: only private memory without a file can be wiped when a process forks.
+// Whether these pages are mapped from a file. The test: only private memory without a file accepts MADV_WIPEONFORK, which is undone at once.
 bool are_of_a_file(void* begin, size_t bytes) {
-    if (madvise(begin, bytes, MADV_COLD)) return false;  // a kernel that may not know the next word
+    if (madvise(begin, bytes, MADV_COLD)) return false;  // an old kernel, which may not know MADV_WIPEONFORK
     if (madvise(begin, bytes, MADV_WIPEONFORK)) return errno == EINVAL;
     madvise(begin, bytes, MADV_KEEPONFORK);
     return false;

@@ -1,10 +1,10 @@
-// Products with activations that were rounded by a scale fixed in training. Rows are rounded in parts, by any thread, and multiplied as a whole.
+// Products with activations that are rounded with a static scale, fixed in training. Rows are rounded in parts, by any thread, and multiplied whole.
 #pragma once
 #include "layout.h"
 
 namespace edge {
 
-// A matrix as its rows are rounded: in parts. Their octets lie as those of whole rows do.
+// Describes a matrix for rounding its rows in parts. The octets of the parts have the same layout as those of whole rows.
 inline PackedMatrix in_parts(const PackedMatrix& m) {
     PackedMatrix parts = m;
     parts.block = kMaxPart;
@@ -24,7 +24,7 @@ struct StaticRows {
     // Bytes of that memory.
     static size_t bytes(const PackedMatrix& m, int64_t rows) { return RoundedRows::bytes(in_parts(m), rows) + static_cast<size_t>(rows) * 8; }
 
-    // What sums of whole rows start from; a row with a part that is no number has no number as its scale.
+    // Computes the scales and starts of whole rows from those of the parts. If a part contains NaN, the scale of its row becomes NaN.
     void join(const PackedMatrix& m) const {
         for (int64_t p = 0; p < parts.panels(); p++) {
             const RoundedRows from = parts.panel(parts_of, p), to = whole.panel(m, p);
@@ -40,7 +40,7 @@ struct StaticRows {
     }
 };
 
-// Multiplies all rows with the tiles [first, last) and rounds the results by a scale; 0: they stay as they are.
+// Multiplies all rows with the tiles [first, last) and rounds the results with `scale`, unless that is 0.
 inline void multiply_static(const Variant& variant, const PackedMatrix& m, const StaticRows& rows, int64_t first, int64_t last, const Products& out, float scale) {
     variant.multiply(m, rows.whole, first, last, out);
     const int64_t begin = first * kTile, end = last * kTile < m.outputs ? last * kTile : m.outputs;

@@ -20,7 +20,7 @@ namespace {
 constexpr int kMaxVariants = 4;
 
 #if defined(__x86_64__)
-// What the operating system saves at a switch of tasks: without it, registers cannot be used.
+// Returns which registers the operating system saves at a context switch; others cannot be used.
 unsigned saved_state() {
     unsigned low, high;
     asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -70,7 +70,7 @@ void list_usable(const Variant** end) {
 
 struct UsableVariants {
     const Variant* variants[kMaxVariants] = {};
-    UsableVariants() { list_usable(variants); }  // when the library is loaded
+    UsableVariants() { list_usable(variants); }  // runs when the library is loaded
 };
 
 }  // namespace

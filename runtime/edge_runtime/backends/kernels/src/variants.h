@@ -1,18 +1,18 @@
-// The variants that were compiled in, and the choice among them by what the processor has.
+// The compiled variants, and the choice among them by the processor's instruction sets.
 #pragma once
 #include "layout.h"
 
 namespace edge {
 
-// How far ahead of their use AVX-512 fetches weights into the nearest cache. A Zen 5 has to fetch them there once and for all: a second fetch, when
-// they are in the next cache already, made one row up to a quarter slower.
+// How many bytes ahead of their use AVX-512 prefetches weights into the first level cache. On a Zen 5 this is as far as into the second level cache:
+// a second prefetch of weights that are in the second level cache made one row up to a quarter slower.
 extern int64_t bytes_ahead;
 
 extern const Variant kAvx512Vnni, kAvxVnni, kAvx2, kNeon, kDotprod, kI8mm;
 
-// The variants this processor can run, best first; ends with a null pointer.
+// Returns the variants that this processor can run, best first; the list ends with a null pointer.
 const Variant* const* usable_variants();
-// The one named by EDGE_MTP_KERNELS, or else the best; null where there is none, or that says "none".
+// Returns the variant that EDGE_MTP_KERNELS names, or else the best one; null if there is none, or if the variable is "none".
 const Variant* chosen_variant();
 
 }  // namespace edge

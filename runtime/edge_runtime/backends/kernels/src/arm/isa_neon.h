@@ -1,4 +1,4 @@
-// What the NEON variants share: 4 outputs to a register.
+// Common code of the NEON variants, which have 4 outputs per register.
 #pragma once
 #include <arm_neon.h>
 
@@ -7,7 +7,7 @@
 namespace edge {
 namespace {
 
-// Four inputs each of four outputs: the 16 inputs of 6 bits, of a group that begins at `line`.
+// The weights of a group with 6 bits that begins at `line`: 16 inputs of four outputs. Each part has four inputs of each output.
 struct SixBits {
     uint8x16_t part[4];
     explicit SixBits(const uint8_t* line) {
@@ -20,7 +20,7 @@ struct SixBits {
     }
 };
 
-// The same of the 32 inputs of 5 bits.
+// The same for the 32 inputs of a group with 5 bits.
 struct FiveBits {
     uint8x16_t part[8];
     explicit FiveBits(const uint8_t* line) {
@@ -37,15 +37,15 @@ struct NeonBase {
     static constexpr bool kSigned8 = true, kByPart = false;
     using Ints = int32x4_t;
     using Floats = float32x4_t;
-    // One or two rows wait for memory anyway, which the processor fetches ahead by itself.
+    // One or two rows are limited by memory, and the processor prefetches their single stream by itself.
     static constexpr bool fetches_ahead(int rows) { return rows > 2; }
     static constexpr bool kFetchesScales = false;
     static constexpr int64_t ahead() { return kAhead; }
-    // 32 registers; a line is 4 of them wide.
+    // There are 32 registers; a line takes 4 of them.
     static constexpr int rows(bool) { return kMaxRows; }
     static constexpr int vectors(int rows, bool) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
 
-    // A group's inputs of 4 outputs, as registers of bytes: levels of up to 6 bits as they are, those of 8 bits made signed.
+    // The weights of a group for 4 outputs, as registers of bytes. Levels of up to 6 bits are unsigned, those of 8 bits are made signed.
     template <int kBits>
     struct Weights {
         int8x16_t part[Group<kBits>::parts];

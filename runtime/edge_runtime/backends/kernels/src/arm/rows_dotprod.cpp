@@ -1,4 +1,4 @@
-// NEON with dot products (Cortex-A55, A75, A76 and later): levels of up to 6 bits are multiplied as they are, those of 8 bits made signed.
+// NEON with dot products (Cortex-A55, A75, A76 and later). Levels of up to 6 bits are unsigned, those of 8 bits are made signed.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/draft_steps.h"
@@ -14,7 +14,7 @@ struct Dotprod : NeonBase {
     template <int kBits>
     struct Inputs {
         static constexpr int kOctets = Group<kBits>::octets;
-        int8x16_t pair[(kOctets + 1) / 2];  // of octets
+        int8x16_t pair[(kOctets + 1) / 2];  // pairs of octets
         void load(const int8_t* x, int64_t pitch) {
             for (int o = 0; o < kOctets; o += 2)
                 pair[o / 2] = vcombine_s8(vld1_s8(x + o * pitch), kOctets > 1 ? vld1_s8(x + (o + 1) * pitch) : vdup_n_s8(0));

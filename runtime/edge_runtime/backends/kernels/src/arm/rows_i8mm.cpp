@@ -1,5 +1,5 @@
-// NEON with matrix products (i8mm: Cortex-A510, A710, X2, Neoverse N2 and later, Apple M2 and later): two rows by two outputs by eight inputs
-// to an instruction. A single row goes through the dot products.
+// NEON with matrix products (i8mm: Cortex-A510, A710, X2, Neoverse N2 and later, Apple M2 and later). One instruction multiplies two rows and two
+// outputs with eight inputs each. A single row uses dot products.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/draft_steps.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kPairs = kMaxRows / 2;
 
-// Eight inputs of four outputs: of outputs 0 and 1, and of 2 and 3. 8 bits take them from two lines.
+// Eight inputs of four outputs: `low` has those of outputs 0 and 1, `high` those of 2 and 3. With 8 bits they come from two lines.
 struct Eight {
     int8x16_t low, high;
     Eight(int8x16_t first, int8x16_t second)
@@ -42,7 +42,7 @@ template <int kBits, class Use>
     }
 }
 
-// Sums of pairs of rows with four outputs; an odd last row has a pair that nobody reads.
+// The sums of pairs of rows and four outputs. If the number of rows is odd, the sums of the last pair's second row are not used.
 template <int kRowPairs>
 struct Pairs {
     int64_t at[2 * kRowPairs];
@@ -51,7 +51,7 @@ struct Pairs {
     explicit Pairs(int64_t rows) {
         for (int r = 0; r < 2 * kRowPairs; r++) at[r] = r < rows ? r : rows - 1;
     }
-    // Row r begins with starts[r * stride].
+    // The sums of row r start from starts[r * stride].
     void begin(const int32_t* starts, int64_t stride) {
         for (int p = 0; p < kRowPairs; p++)
             sum[p][0] = sum[p][1] = vcombine_s32(vdup_n_s32(starts[at[2 * p] * stride]), vdup_n_s32(starts[at[2 * p + 1] * stride]));
@@ -59,8 +59,8 @@ struct Pairs {
     void begin() {
         for (int p = 0; p < kRowPairs; p++) sum[p][0] = sum[p][1] = vdupq_n_s32(0);
     }
-    // Row r begins at levels + r * kOctet, its octets are `pitch` bytes apart; behind an odd last row its pair takes what comes, for nobody.
-    // Returns where the weights end.
+    // Row r begins at levels + r * kOctet, and its octets are `pitch` bytes apart. After an odd last row, whatever follows is read, but not used.
+    // Returns the address after the weights.
     template <int kBits>
     [[gnu::always_inline]] const uint8_t* add(const uint8_t* weights, int64_t inputs, const int8_t* levels, int64_t pitch) {
         for (int64_t i = 0; i < inputs; i += Group<kBits>::inputs, weights += Group<kBits>::lines * kLine, levels += Group<kBits>::octets * pitch)
@@ -73,7 +73,7 @@ struct Pairs {
             });
         return weights;
     }
-    // The sums of row r.
+    // Returns the sums of row r.
     float32x4_t row(int r) const {
         const int64x2_t low = vreinterpretq_s64_s32(sum[r / 2][0]), high = vreinterpretq_s64_s32(sum[r / 2][1]);
         return vcvtq_f32_s32(vreinterpretq_s32_s64(r % 2 ? vuzp2q_s64(low, high) : vuzp1q_s64(low, high)));

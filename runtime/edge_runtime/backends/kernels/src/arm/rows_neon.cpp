@@ -1,5 +1,5 @@
-// NEON of ARMv8.0, without dot products (Cortex-A53, A57, A72, A73). Products of bytes are added in 16 bits as long as they fit: 17 of levels of
-// at most 15, 85 of 3, 8 of 31, 4 of 63, and 2 of signed levels of 8 bits.
+// NEON of ARMv8.0, without dot products (Cortex-A53, A57, A72, A73). Products of bytes are added in 16 bits as long as they fit: 17 products with levels
+// of at most 15, 85 with at most 3, 8 with at most 31, 4 with at most 63, and 2 with signed levels of 8 bits.
 #include "arm/isa_neon.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/draft_steps.h"
@@ -12,18 +12,18 @@ namespace edge {
 namespace {
 
 struct Neon : NeonBase {
-    // Four lanes of 16 bits, or two of 32, belong to an output: 0 and 1 are in `low`, 2 and 3 in `high`. They meet when a sum ends.
+    // Each output has four lanes of 16 bits, or two of 32: outputs 0 and 1 in `low`, 2 and 3 in `high`. They are added at the end of a sum.
     struct Shorts {
         int16x8_t low, high;
     };
     struct Ints {
         int32x4_t low, high;
     };
-    // Two registers of sums for a row and vector, beside those of products where these are not the sums.
+    // A row and vector need two registers of sums, and others for products in 16 bits.
     static constexpr int rows(bool adds_short) { return adds_short ? 8 : 5; }
     static constexpr int vectors(int rows, bool) { return rows <= 2 ? 4 : rows <= 6 ? 2 : 1; }
     static constexpr int kLongRows = 0, kPartsAtOnce = 2;
-    // A lane gets two products of a group of 4 bits, four of 2 bits.
+    // In each group, a lane gets two products with 4 bits, four with 2 bits.
     template <int kBits>
     static constexpr int kShortGroups = kBits == 4 ? 8 : kBits == 2 ? 16 : 0;
 
@@ -46,7 +46,7 @@ struct Neon : NeonBase {
     }
 
     static int8x8_t short_inputs(const int8_t* x) { return vld1_s8(x); }
-    // Four outputs' weights by the first or the last four inputs of an octet.
+    // Multiplies the weights of four outputs with the first or the last four inputs of an octet.
     static Shorts products(int8x16_t weights, int8x8_t octet, int half) {
         const int8x16_t inputs = four_times(octet, half);
         return {vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), vmull_high_s8(weights, inputs)};
@@ -69,7 +69,7 @@ private:
     }
 };
 
-// Static scales round to -128 too, of which two products with levels of -128 leave 16 bits.
+// Static scales can round to -128. Two products of -128 and levels of -128 do not fit 16 bits.
 struct NeonStatic : Neon {
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {

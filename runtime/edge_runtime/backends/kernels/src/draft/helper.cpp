@@ -11,9 +11,9 @@ namespace edge {
 
 namespace {
 
-// Looks of a helper that found nothing, some 10 us, before it lets others run; and such times, some ms, before it sleeps.
+// How often a helper polls without finding a piece before it yields the processor (some 10 us), and how often it yields before it sleeps (some ms).
 constexpr int kLooks = 256, kYields = 256;
-constexpr uint64_t kPieces = uint64_t{1} << 32, kNoPiece = kPieces - 1;  // more than any job has
+constexpr uint64_t kPieces = uint64_t{1} << 32, kNoPiece = kPieces - 1;  // more pieces than any job has
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -31,7 +31,7 @@ void write(Type* to, Type value) { __atomic_store_n(to, value, __ATOMIC_RELAXED)
 }  // namespace
 
 struct Helper {
-    // The number of the job, times kPieces, plus that of its next piece, or kNoPiece: nobody takes a piece of a job that is over.
+    // The job's number times kPieces, plus the number of its next piece, or plus kNoPiece once the job is over, so that no piece can be taken.
     alignas(kLine) uint64_t next;
     uint64_t pieces;
     void (*run)(const void*, int64_t);
@@ -41,14 +41,15 @@ struct Helper {
     pthread_mutex_t lock;
     pthread_cond_t wakes;
     pthread_t thread;
-    pid_t process;  // a fork has no such thread
-    uint64_t helped;  // pieces of all jobs that are over
+    pid_t process;  // the process that started the thread; a forked one does not have it
+    uint64_t helped;  // pieces that the helper ran in all finished jobs
 };
 
 namespace {
 
-// Runs pieces of the job there is; returns whether there was one. What is read before a piece is taken belongs to another job at worst, of
-// which then none is taken: who sees the number of another job's pieces sees that the job before it is over.
+// Runs pieces of the current job; returns whether it ran any. `run` and `job` are read before a piece is taken, so they may belong to the next
+// job already. Then no piece is taken: either `pieces` is still the old job's, all of which were taken; or it is the new job's, and whoever
+// reads that also sees that the old job is over, so the exchange fails.
 bool help(Helper& h) {
     uint64_t next = __atomic_load_n(&h.next, __ATOMIC_ACQUIRE);
     bool helped = false;
@@ -115,7 +116,7 @@ void stop_helper(Helper* h) {
 }
 
 void wake_helper(Helper* h) {
-    // Where the helper is on its way to sleep or from it, it sleeps on for this draft: nobody waits for it.
+    // If the helper is just falling asleep or waking up, the lock is taken; then it does not help with this draft, which is never wrong.
     if (!h || h->process != getpid() || pthread_mutex_trylock(&h->lock)) return;
     write(&h->awake, true);
     pthread_cond_signal(&h->wakes);

@@ -1,4 +1,4 @@
-// A second thread of a drafter: both take pieces of what is to be done, and whoever drafts waits only for a piece that the other has begun.
+// A second thread of a drafter. Both threads take pieces of a job, so the drafting thread waits only for a piece that the helper has begun.
 #pragma once
 #include <stdint.h>
 
@@ -6,15 +6,15 @@ namespace edge {
 
 struct Helper;
 
-// Null where no thread is to be had.
+// Returns null if no thread can be started.
 Helper* start_helper();
 void stop_helper(Helper* helper);
-// Between the two it looks for pieces all the time, otherwise it sleeps.
+// Between these two calls the helper polls for pieces; otherwise it sleeps.
 void wake_helper(Helper* helper);
 void rest_helper(Helper* helper);
-// How many pieces it has run since it started. For whoever calls run_pieces.
+// How many pieces it has run since it started. Only the thread that calls run_pieces may call it.
 int64_t helped_pieces(const Helper* helper);
-// Runs all pieces; in this thread alone without a helper.
+// Runs all pieces of a job; without a helper, in this thread alone.
 void run_pieces(Helper* helper, int64_t pieces, void (*run)(const void* job, int64_t piece), const void* job);
 
 template <class Piece>

@@ -1,5 +1,5 @@
-// A whole draft in one call: embedding and hidden row in, layers on the target's own K/V rows, head, choice, stop rule.
-// Math: transformers, Gemma4AssistantForCausalLM and Gemma4AssistantMaskedEmbedder. All steps have the position of the first.
+// A whole draft in one call: embedding and hidden row, layers on the target's own K/V rows, head, choice of the token, stop rule.
+// Math: transformers, Gemma4AssistantForCausalLM and Gemma4AssistantMaskedEmbedder. All steps use the position of the first one.
 #include "draft/model.h"
 
 #include <stdlib.h>
@@ -16,12 +16,12 @@ namespace {
 
 constexpr int64_t kGguf = 2, kLevels = 1;
 constexpr int64_t kNoToken = -1;
-constexpr int64_t kPieceBytes = 24 << 10;  // of weights that a thread takes at a time, about
-constexpr int64_t kSpansAtOnce = 16;       // whose states are kept until they are merged
+constexpr int64_t kPieceBytes = 24 << 10;  // bytes of weights that a thread takes at a time, approximately
+constexpr int64_t kSpansAtOnce = 16;       // spans whose states are kept until they are merged
 
 size_t whole_lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// A matrix ready to multiply with: packed, or floats where they lie.
+// A matrix ready to multiply with: packed, or floats in the file's memory.
 struct Matrix {
     bool packed = false;
     PackedMatrix levels = {};
@@ -41,7 +41,7 @@ bool is_float(const DraftMatrix& m) { return m.kind == kGguf && (m.type == ggml:
 
 bool is_width(int64_t size) { return size > 0 && size <= kMaxWidth; }
 
-// Whether the kernels can multiply with a matrix of this shape.
+// Whether the matrix has this shape, and the kernels can multiply with it.
 bool fits_matrix(const DraftMatrix& m, int64_t outputs, int64_t inputs) {
     if (m.outputs != outputs || m.inputs != inputs || outputs > kMaxVocabulary || !is_width(inputs) || !m.data) return false;
     if (is_float(m)) return m.block == inputs * (m.type == ggml::kF32 ? 4 : 2);
@@ -49,14 +49,14 @@ bool fits_matrix(const DraftMatrix& m, int64_t outputs, int64_t inputs) {
     return m.kind == kGguf && m.type == static_cast<int>(m.type) && ggml::packs(tensor_of(m));
 }
 
-// Bytes of a packed matrix; 0 for floats.
+// Bytes of the packed matrix; 0 for floats.
 size_t packed_bytes(const DraftMatrix& m) {
     if (is_float(m)) return 0;
     if (m.kind == kGguf) return whole_lines(ggml::packed_bytes(tensor_of(m)));
     return whole_lines(PackedMatrix{m.outputs, m.inputs, static_cast<int>(m.type), static_cast<int>(m.block), false, nullptr, nullptr}.bytes());
 }
 
-// Packs into `memory`. Returns false without memory.
+// Packs the matrix into `memory`. Returns false if there is not enough memory to do so.
 bool make(Matrix& to, const DraftMatrix& m, uint8_t* memory) {
     to.outputs = m.outputs, to.inputs = m.inputs;
     to.packed = !is_float(m);
@@ -85,14 +85,14 @@ struct Layer {
     float factor;
 };
 
-// Work memory, cut out of one piece.
+// Work memory: all buffers are parts of one allocation.
 struct Buffers {
     float *joined, *row, *normed, *queries, *attended, *gates, *values, *part, *scores, *shares, *maxima, *rest, *twice, *states;
     int32_t *best, *candidates;
     char* rounded;
     size_t bytes = 0;
 
-    // `feed`, `wide` and `dim`: the widest gates, queries of all heads and of one; `scored`: how many tokens get a score.
+    // The largest widths in any layer: `feed` of the feed-forward, `wide` of all queries, `dim` of one head. `scored`: how many tokens get a score.
     Buffers(const DraftShape& s, int64_t feed, int64_t wide, int64_t dim, int64_t scored, void* memory) {
         char* const begin = static_cast<char*>(memory);
         const auto take = [&]<class Type>(Type*& to, int64_t count) {
@@ -105,7 +105,7 @@ struct Buffers {
         take(shares, centroids), take(maxima, centroids / kTile + kTile), take(rest, s.hidden), take(twice, 2 * s.top * s.per_centroid);
         take(states, (kSpansAtOnce + 2) * kDraftQueries * (dim + 2));
         take(best, s.top), take(candidates, s.centroids ? scored : 0);
-        // Two rows of the widest product's input: levels, a scale and a start for each 16 of them, and super-blocks' sums.
+        // Two rounded rows of the widest input of a product: levels, a scale and a start for each 16 of them, and sums of super-blocks.
         int64_t widest = 2 * s.target;
         const int64_t widths[] = {s.hidden, feed, wide};
         for (const int64_t width : widths) widest = width > widest ? width : widest;
@@ -130,7 +130,7 @@ struct DraftModel {
             const PackedMatrix& p = m.levels;
             const RoundedRows rounded(p, 1, at.rounded);
             variant.round(values, p, 0, p.blocks(), 0, rounded);
-            // Kernels take some tiles at once.
+            // A multiple of kTilesAtOnce, since kernels multiply several tiles at once.
             const int64_t each = (kPieceBytes / static_cast<int64_t>(p.tile_bytes()) + kTilesAtOnce) / kTilesAtOnce * kTilesAtOnce;
             return each_piece(helper, (p.tiles() + each - 1) / each, [&](int64_t piece) {
                 const int64_t first = piece * each, last = first + each;
@@ -181,7 +181,7 @@ namespace {
 const double kNothing = 0;
 const StopRule kNoRule = {0, 1, 0, 0, &kNothing, &kNothing, &kNothing, &kNothing, &kNothing, &kNothing};
 
-// A Hadamard rotation of each `width` values, which is its own inverse.
+// Applies a Hadamard rotation, which is its own inverse, to each group of `width` values.
 void turn(float* values, int64_t count, int64_t width) {
     if (!width) return;
     const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(width));
@@ -202,7 +202,8 @@ void scale(float* values, const float* scales, int64_t count) {
 
 }  // namespace
 
-// The queries' states lie in front of those of the spans that are attended to next, of which each has room for as many more.
+// The memory of states begins with the merged states of the queries, followed by those of the spans that are attended to next. Each span has
+// room for as many again, which are work memory.
 void DraftModel::attend_rows(const VisibleRows& rows, const float* queries, int64_t count) const {
     const int64_t of_span = count * (rows.dim + 2), spans = (rows.count + kDraftSpan - 1) / kDraftSpan;
     for (int64_t done = 0; done < spans; done += kSpansAtOnce) {
@@ -264,8 +265,8 @@ void DraftModel::run_layer(const Layer& layer, const DraftSource& source) const 
     steps.add_norm(at.row, at.part, layer.norms[kBehindFeed], shape.hidden, epsilon, layer.factor);
 }
 
-// The head's scores; of a sparse head those of the best centroids' tokens. A row rounded to 8 bits leaves few levels to most values where a few
-// are large: what rounding left is rounded again, as a second row of the same product.
+// Computes the head's scores; for a sparse head, those of the tokens of the best centroids. If a few values of a row are large, rounding it to 8
+// bits leaves few levels for the others. So the rounding error is rounded too, as a second row of the same product, and both are added.
 void DraftModel::score() const {
     if (!shape.centroids) return multiply(rows, at.normed, at.scores);
     multiply(centroid_rows, at.normed, at.shares);
@@ -299,7 +300,7 @@ void DraftModel::score() const {
     });
 }
 
-// The likeliest token, of equally likely ones the lowest; where all scores are NaN, any is as good a draft as another.
+// Returns the likeliest token, the lowest of equally likely ones. If all scores are NaN, it may return any token: it is only a draft.
 int64_t DraftModel::likeliest(float greatest) const {
     const DraftSteps& steps = *variant.draft;
     const int64_t each = shape.per_centroid;
@@ -312,7 +313,7 @@ int64_t DraftModel::likeliest(float greatest) const {
     return token < shape.vocabulary ? token : shape.order[0];
 }
 
-// Returns as DraftCall::choose does.
+// Chooses the next token. Its result is that of DraftCall::choose.
 int64_t DraftModel::choose(const DraftCall& call) const {
     float greatest, sum;
     variant.draft->softmax(at.scores, scored, greatest, sum);
@@ -321,7 +322,7 @@ int64_t DraftModel::choose(const DraftCall& call) const {
     if (!call.choose) return likeliest(greatest);
     for (int64_t n = 0; shape.centroids && n < shape.top; n++)
         memcpy(at.candidates + n * shape.per_centroid, shape.order + at.best[n] * shape.per_centroid, static_cast<size_t>(shape.per_centroid) * 4);
-    rest_helper(helper);  // the caller may take any time
+    rest_helper(helper);  // the callback may take long
     const int64_t token = call.choose(call.drafted, likeliest(greatest));
     wake_helper(helper);
     return token;
@@ -377,7 +378,7 @@ const char* run_draft(DraftModel& m, DraftCall& call) {
 
 namespace {
 
-// Why no drafter has this shape; null if one has.
+// Returns why a drafter cannot have this shape, or null.
 const char* unsound(const DraftShape& s) {
     if (!is_width(s.hidden) || !is_width(s.target) || s.heads < 1 || s.heads > kMaxWidth || s.layers < 1 || s.layers > kMaxDraftLayers) return "its sizes";
     if (s.sources < 1 || s.sources > kMaxSources || s.vocabulary < 1 || s.vocabulary > kMaxVocabulary || !s.layer || !s.norm) return "its sizes";
@@ -406,7 +407,7 @@ const char* unsound(const DraftShape& s) {
     return nullptr;
 }
 
-// Calls `use` for each matrix of a model and its description, in the order of their use: they lie in one piece of memory.
+// Calls `use` for each matrix of a model and its description, in the order in which a draft uses them, which is that of their memory too.
 template <class Use>
 bool each_matrix(DraftModel& m, const DraftShape& s, Use use) {
     bool done = use(m.before, s.before);
@@ -471,7 +472,7 @@ void free_draft_model(DraftModel* model) {
 
 using namespace edge;
 
-// Makes a drafter for the variant of this name; null for the chosen one. Returns null where that is none, or with a word of what is wrong.
+// Makes a drafter for the variant of this name (null: the chosen one). Returns null if that fails; `reason` then names the part that is wrong.
 EDGE_EXPORT DraftModel* edge_draft_new(const char* name, const DraftShape* shape, const char** reason) {
     const Variant* variant = name ? nullptr : chosen_variant();
     for (const Variant* const* usable = usable_variants(); name && *usable; usable++)
@@ -482,10 +483,10 @@ EDGE_EXPORT DraftModel* edge_draft_new(const char* name, const DraftShape* shape
 
 EDGE_EXPORT void edge_draft_free(DraftModel* model) { free_draft_model(model); }
 
-// Drafts. Returns null, or a word of what is wrong.
+// Drafts. Returns null, or the name of the part that is wrong.
 EDGE_EXPORT const char* edge_draft_run(DraftModel* model, DraftCall* call) { return run_draft(*model, *call); }
 
-// What the last step scored, for the caller who chooses: scores and, of a sparse head, candidates [returned number].
+// Gives the callback that chooses a token the scores of the last step, and for a sparse head the candidates. Returns how many there are.
 EDGE_EXPORT int64_t edge_draft_scores(const DraftModel* model, const float** scores, const int32_t** candidates) {
     *scores = model->at.scores;
     *candidates = model->shape.centroids ? model->at.candidates : nullptr;

@@ -1,24 +1,26 @@
-// When a draft ends before its length: what a policy knows, as numbers. Formulas: edge_runtime/drafting/profit_policy.py.
+// Decides when a draft ends early, by numbers from the draft-length policy. Formulas: edge_runtime/drafting/profit_policy.py.
 #pragma once
 #include <stdint.h>
 
 namespace edge {
 
-// Of `bins` intervals of the drafter's probability, divided by bounds [bins - 1]: the share that is accepted, accept [bins], the share of each
-// interval among the next drafts, transition [bins, bins], and the expected number of accepted drafts among the n after one, further
-// [longest + 1, bins]. Costs of verifying and of drafting n tokens: row_costs and draft_costs [longest + 1].
+// The drafter's probability of a token falls into one of `bins` intervals, which are divided by bounds [bins - 1].
+//   accept [bins]: the probability that a draft token in this bin is accepted
+//   transition [bins, bins]: the probabilities of the next token's bin, after a token in this bin
+//   further [longest + 1, bins]: after a token in this bin, the expected number of accepted ones among the next n
+//   row_costs, draft_costs [longest + 1]: the costs of verifying and of drafting n tokens
 struct StopRule {
     int64_t longest, any_prefix, bins;
     double rate;
     const double *bounds, *row_costs, *draft_costs, *accept, *transition, *further;
 };
 
-// One draft under a rule.
+// A draft while it is made under a rule.
 class RuledDraft {
   public:
     explicit RuledDraft(const StopRule& rule) : rule_(rule), worth_(1.0 - rule.rate * rule.row_costs[0]) {}
 
-    // Takes the probability of the next draft; returns whether another one pays.
+    // Adds a draft token with this probability; returns whether drafting another one pays.
     bool add(double probability) {
         int64_t bin = 0;
         while (bin < rule_.bins - 1 && probability >= rule_.bounds[bin]) bin++;
@@ -31,7 +33,7 @@ class RuledDraft {
     }
 
   private:
-    // What another draft adds to the worth of the round; next_bin [bins]: how likely it is of each interval.
+    // Returns what another token adds to the worth of the round; next_bin [bins] are the probabilities of its bin.
     double gain(const double* next_bin) const {
         const int64_t next = drafted_ + 1;
         double sum = 0;

@@ -33,7 +33,7 @@ const uint16_t* mask_of(const Tensor& mask, int64_t row, int64_t head, int64_t s
     return reinterpret_cast<const uint16_t*>(at(mask, row, head % mask.ne[2], stream % mask.ne[3]));
 }
 
-// Whether two rows attend to a cell in common; those of different sequences do not.
+// Whether two rows attend to a common cell. Rows of different sequences do not.
 bool overlap(const uint16_t* one, const uint16_t* other, int64_t cells) {
     constexpr uint16_t kLeftOut = 0xfc00;
     constexpr int64_t kStep = 64;
@@ -48,7 +48,7 @@ bool overlap(const uint16_t* one, const uint16_t* other, int64_t cells) {
 
 // The queries of one K/V head: `group` heads of each row.
 struct Queries {
-    int64_t rows, group, all, most;  // `most` of them are attended from at once
+    int64_t rows, group, all, most;  // at most `most` queries are computed at once
 
     explicit Queries(const Tensor& op) : rows(op.src[0]->ne[1]), group(op.src[0]->ne[2] / op.src[1]->ne[2]), all(rows * group) {
         const int64_t calls = (all + kMaxQueries - 1) / kMaxQueries;

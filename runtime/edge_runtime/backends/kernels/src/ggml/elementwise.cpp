@@ -3,7 +3,7 @@
 namespace edge::ggml {
 namespace {
 
-constexpr int64_t kValues = kLine / sizeof(float);  // no two threads write to one line
+constexpr int64_t kValues = kLine / sizeof(float);  // threads take whole cache lines, so that no two write to the same one
 
 struct Row {
     int64_t second, third, fourth;

@@ -1,5 +1,5 @@
-// What this library takes for granted about ggml, of the one release of llama.cpp that the runtime is pinned to: structures and numbers
-// of ggml/include/ggml.h, ggml/src/ggml-backend-impl.h and ggml/src/ggml-cpu. register.cpp checks what a program can check of them.
+// What this library assumes about ggml, in the one release of llama.cpp that the runtime is pinned to: structures and numbers from
+// ggml/include/ggml.h, ggml/src/ggml-backend-impl.h and ggml/src/ggml-cpu. register.cpp checks those that can be checked at run time.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -11,12 +11,12 @@ constexpr int kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ
 // enum ggml_op
 constexpr int kNone = 0, kAdd = 2, kMul = 7, kRmsNorm = 25, kMulMat = 29, kScale = 32, kContiguous = 35, kReshape = 36, kView = 37, kPermute = 38,
               kGetRows = 40, kRope = 48, kFlashAttention = 74, kUnary = 91, kGlu = 100;
-// enum ggml_op_hint, the second parameter of a product: its first matrix is a Hadamard one
+// enum ggml_op_hint, the second parameter of a product: its first matrix is a Hadamard matrix
 constexpr int kHadamard = 1;
 // enum ggml_tensor_flag
 constexpr int kOutput = 2;
 constexpr int kDimensions = 4, kSources = 10;
-// enum ggml_unary_op and ggml_glu_op, each the operation's first parameter; a GLU's second one says whether its halves are swapped
+// enum ggml_unary_op and ggml_glu_op, the first parameter of these operations. The second parameter of a GLU says whether its halves are swapped.
 constexpr int kTanh = 4, kGeglu = 1;
 // enum ggml_backend_buffer_usage
 constexpr int kWeights = 1;
@@ -82,7 +82,7 @@ struct Buffer {
     int usage;
 };
 
-// struct ggml_compute_params: what a thread of the CPU backend gets with each operation.
+// struct ggml_compute_params, which each thread of the CPU backend gets with each operation.
 struct Work {
     int thread, threads;
     size_t size;
@@ -91,7 +91,7 @@ struct Work {
     bool reference;
 };
 
-// Classes of ggml/src/ggml-cpu/traits.h. Both have a virtual destructor, which takes two entries of the table; nobody calls it.
+// The classes in ggml/src/ggml-cpu/traits.h. Both have a virtual destructor, which takes two entries of the virtual table and is never called.
 struct Operation {
     virtual void destroy() {}
     virtual void destroy_and_free() {}
@@ -106,14 +106,14 @@ struct ExtraBufferType {
     virtual Operation* operation(const Tensor* op) = 0;
 };
 
-// std::vector<ggml_backend_buffer_type_t>, as libstdc++ and libc++ lay it out.
+// std::vector<ggml_backend_buffer_type_t>, in the layout of libstdc++ and libc++.
 struct BufferTypes {
     BufferType **first, **last, **end;
 };
 
 using ComputeOperation = void(const Work*, Tensor* op);
 
-// struct ggml_backend_reg, of which `address` finds a function by its name.
+// struct ggml_backend_reg; `address` finds a function by its name.
 struct Registry {
     int version;
     const char* (*name)(Registry*);
@@ -123,7 +123,7 @@ struct Registry {
     void* context;
 };
 
-// Functions of libggml-base and libggml-cpu, found by the caller.
+// Functions of libggml-base and libggml-cpu, which the caller looks up (kernels/ggml.py).
 struct Functions {
     Buffer* (*buffer_init)(BufferType*, BufferCalls, void* context, size_t size);
     size_t (*tensor_bytes)(const Tensor*);
@@ -138,7 +138,7 @@ struct Functions {
     void (*barrier)(Threadpool*);
     void (*set_chunk)(Threadpool*, int value);
     int (*add_chunk)(Threadpool*, int value);
-    // Operations of the CPU backend, each called by all threads.
+    // Operations of the CPU backend; all threads call each of them.
     ComputeOperation *add, *mul, *rms_norm, *scale, *contiguous, *rope, *unary, *hadamard;
 };
 

@@ -9,7 +9,7 @@
 namespace edge::ggml {
 namespace {
 
-// The last parameter of a product or a GLU, which neither has.
+// A mark is stored in the last parameter of a product or GLU, which neither uses.
 enum Mark : int32_t { kUnmarked, kComputed, kLeftOut, kJoins, kRounds };
 constexpr int kMarkParameter = 15;
 int32_t mark_of(const Tensor& t) { return t.op == kMulMat || t.op == kGlu ? t.op_params[kMarkParameter] : kUnmarked; }
@@ -17,7 +17,7 @@ void set_mark(Tensor& t, Mark mark) { t.op_params[kMarkParameter] = mark; }
 
 int64_t width_of(const Tensor& op) { return gated_width(packed_matrix(*op.src[0]->src[0]).block); }
 
-// Takes back what holds only without another reader.
+// Removes the marks of a reader's sources that are valid only without another reader.
 void keep_floats(const Tensor& reader) {
     for (Tensor* source : reader.src) {
         if (!source) continue;
@@ -27,7 +27,7 @@ void keep_floats(const Tensor& reader) {
     }
 }
 
-// Whether both products come right before `op`: what they read is not overwritten meanwhile.
+// Whether `op` can compute its two products. They must come right before it, so that their inputs are not overwritten meanwhile.
 bool can_join(const Tensor& op, const Tensor* before, const Tensor* earlier) {
     const Tensor *gates = op.src[0], *values = op.src[1];
     if (op.op != kGlu || !values || op.op_params[1] || !((gates == before && values == earlier) || (gates == earlier && values == before))) return false;
@@ -41,7 +41,7 @@ bool can_round(const Tensor& op, const Tensor& product) {
            product.src[0]->type == op.src[0]->src[0]->type;
 }
 
-// The runs' rounded rows, one behind the other in work memory.
+// Calls `use` with each run and its rounded rows, which are one after the other in work memory.
 template <class Use>
 void each_run(const Work& work, const PackedMatrix& m, const ReadRows& rows, Use use) {
     uintptr_t at = reinterpret_cast<uintptr_t>(work.memory);
@@ -78,7 +78,7 @@ bool compute_gates(const Functions& ggml, const Variant& variant, const Work& wo
     const ReadRows all = {op.ne[1], 1, {{0, op.ne[1]}}}, &rows = read ? *read : all;
     PackedMatrix next = gates;
     next.inputs = op.ne[0];
-    // The output may lie where the input was: all rows are rounded before any is written.
+    // The output may have the memory of the input, so all rows are rounded before any is written.
     each_run(work, gates, rows, [&](int, const ReadRows::Run& run, const RoundedRows& to) { round_part(variant, work, input, run.first, gates, to); });
     const int64_t width = width_of(op), outputs = op.ne[0], chunks = outputs / width, step = parts_of_piece(work, chunks, 1);
     each_run(work, gates, rows, [&](int number, const ReadRows::Run& run, const RoundedRows& rounded) {

@@ -1,24 +1,27 @@
-// A gated feed-forward without floats between its products: GELU's operation multiplies with both matrices itself, some outputs at a time, and
-// writes rounded inputs of the product behind it into its own memory.
+// A gated feed-forward without floats between its products. The GELU operation multiplies with both matrices itself, a few outputs at a time, and
+// writes rounded inputs for the next product into the memory of its result.
 //
-// ggml plans a graph's nodes in order: two products with the same rows, the operation that reads both, the product that reads that. Each gets a
-// mark, made anew at every plan. Any other reader, or a graph that ends in between because somebody asked for a node, takes it back: then the
-// node is computed as floats. A program that reads a node's memory has to ask for it, and so makes it the last one of a graph.
+// ggml plans the nodes of a graph in order: two products with the same rows, the operation that reads both, and the product that reads that. Each of
+// them gets a mark, which is set anew at every plan. The mark is removed if there is any other reader, or if the graph ends in between because a
+// program asked for a node; then the node is computed as floats. A program cannot read the memory of a node without asking for it, which makes
+// it the last node of a graph.
 #pragma once
 #include "read_rows.h"
 #include "variants.h"
 
 namespace edge::ggml {
 
-// Called for each node in the order of a plan, with up to two nodes planned before it, the nearer one first; `ours` is a product by the kernels.
+// Must be called for each node in the order of a plan, with the node planned before it and the one before that (or null). `ours`: the node is a
+// product that the kernels compute.
 void plan_feed_forward(Tensor& node, bool ours, Tensor* before, Tensor* earlier);
-// Whether a product is computed by the operation that reads it; whether an operation computes its two products; and whether it rounds.
+// Whether a product is left to the operation that reads it; whether an operation computes its two products; and whether it rounds its result.
 bool is_left_out(const Tensor& product);
 bool joins_products(const Tensor& op);
 bool is_rounded(const Tensor& op);
 // The bytes of work memory that `compute_gates` needs for all threads together.
 size_t gates_memory(const Tensor& op);
-// Computes an operation that joins its products; `read`: only these rows. Returns false, having done nothing, where memory does not suffice.
+// Computes an operation together with its products, only the rows in `read` unless that is null. If work memory is too small, it does nothing and
+// returns false.
 bool compute_gates(const Functions& ggml, const Variant& variant, const Work& work, const Tensor& op, const ReadRows* read);
 
 }  // namespace edge::ggml

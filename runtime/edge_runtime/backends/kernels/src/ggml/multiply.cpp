@@ -6,13 +6,13 @@
 namespace edge::ggml {
 namespace {
 
-constexpr int64_t kChunk = 4 * kTile;  // outputs of a piece of floats
-constexpr int64_t kShares = 16;  // pieces for each thread
+constexpr int64_t kChunk = 4 * kTile;  // outputs of a piece with float weights
+constexpr int64_t kShares = 16;  // pieces per thread
 constexpr int64_t kMaxBatchRows = int64_t{1} << 20;
 
 int64_t rows_of(const Tensor& op) { return op.src[1]->ne[1]; }
 
-// Whether both are matrices that `op` multiplies, with rows of floats and a result of floats.
+// Whether `op` multiplies two matrices, of which the second and the result are rows of floats.
 bool is_product_of_rows(const Tensor& op) {
     if (op.op != kMulMat || !op.src[0] || !op.src[1]) return false;
     const Tensor &weights = *op.src[0], &values = *op.src[1];

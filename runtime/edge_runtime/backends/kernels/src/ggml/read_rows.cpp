@@ -10,7 +10,7 @@ namespace {
 constexpr int kMaxNodes = 1 << 16;
 constexpr const char* kLogits = "result_output";
 
-// How far the readers of a node go: to no rows as yet, to some or to all. A token has `each` indices of a dimension.
+// Which rows of a node its readers need: none so far, the read rows only, or all. In `dimension`, a token has `each` indices.
 struct Demand {
     enum Kind : uint8_t { kNothing, kReadRows, kAllRows } kind;
     uint8_t dimension;
@@ -18,7 +18,7 @@ struct Demand {
 };
 constexpr Demand kAll = {Demand::kAllRows, 0, 0};
 
-// What `extra` of a node holds. Its lowest bit is set, as in no pointer.
+// The value of a node's `extra`. Its lowest bit is set, which distinguishes it from a pointer.
 struct Mark {
     static constexpr uintptr_t kOurs = 1, kDimension = 6, kUnfused = 8, kRest = 15;
     uintptr_t value;
@@ -34,7 +34,7 @@ struct Mark {
     }
 };
 
-// A graph that a thread plans.
+// The graph that a thread is planning.
 struct Plan {
     struct Node {
         Tensor* tensor;
@@ -42,7 +42,7 @@ struct Plan {
         Demand demand;
     };
     alignas(16) ReadRows rows;
-    const Tensor* ids;  // which rows are read
+    const Tensor* ids;  // the numbers of the rows that are read
     Node* nodes;
     int64_t count, room;
     bool ended;
@@ -57,7 +57,7 @@ void release(void* memory) {
     free(plan);
 }
 
-// This thread's plan; null without memory.
+// Returns this thread's plan; null without enough memory.
 Plan* own_plan() {
     if (void* kept = pthread_getspecific(key)) return static_cast<Plan*>(kept);
     Plan* plan = static_cast<Plan*>(aligned_alloc(alignof(Plan), sizeof(Plan)));
@@ -96,14 +96,14 @@ int64_t values_below(const Tensor& t, int dimension) {
     return values;
 }
 
-// Whether a node takes some rows out of a computed matrix, by numbers that are known before the graph is computed.
+// Whether a node selects some rows of a computed matrix, by numbers that are known before the graph is computed.
 bool chooses_rows(const Functions& ggml, const Tensor& node) {
     const Tensor *from = node.src[0], *ids = node.src[1];
     return node.op == kGetRows && from && ids && from->op != kNone && is_matrix(*from) && ids->op == kNone && ids->type == kI32 && ids->nb[0] == 4 &&
            is_vector(*ids) && ids->ne[0] < from->ne[1] && ids->buffer && ggml.buffer_type_is_host(ids->buffer->type) && (ids->data || !ids->ne[0]);
 }
 
-// The rows that `ids` names, in ascending order. Returns false where they are none of the batch's, or too scattered.
+// Reads the ascending row numbers in `ids`. Returns false if they are not rows of the batch, not ascending, or too scattered.
 bool read_ids(const Tensor& ids, int64_t batch, ReadRows& rows) {
     const int32_t* numbers = static_cast<const int32_t*>(ids.data);
     rows.batch = batch;
@@ -138,7 +138,7 @@ class Walk {
   private:
     void visit(Plan::Node& node) {
         const Tensor& t = *node.tensor;
-        // Without a reader it is a result, such as K/V rows in their memory; with another mark it is not ours to cut.
+        // A node without a reader is a result, such as K/V rows in the cache. One with another mark must not be cut.
         if (node.demand.kind != Demand::kReadRows || t.flags & kOutput || !Mark(t).ours()) node.demand = kAll;
         if (node.demand.kind == Demand::kReadRows && pass_on(node)) return;
         node.demand = kAll;
@@ -146,7 +146,7 @@ class Walk {
         for (int i = 0; i < kSources; i++) ask(t.src[i], choice && i == 0 ? Demand{Demand::kReadRows, 1, 1} : kAll);
     }
 
-    // Whether a node is enough for its readers with some of its rows; then its sources know.
+    // Whether some rows of a node are enough, and it can be computed for these only. If so, passes the demand on to its sources.
     bool pass_on(const Plan::Node& node) {
         const Tensor& t = *node.tensor;
         const Demand& demand = node.demand;
@@ -176,7 +176,7 @@ class Walk {
         return true;
     }
 
-    // Rows that are one index of a dimension are preferred: of a single row without readers, several ways are right.
+    // Prefers a dimension in which a row is one index. For a batch of a single row, several dimensions would do.
     bool pass_through_reshape(const Tensor& t, const Demand& demand) {
         return is_outermost(t, demand.dimension) && (pass_reshaped(t, demand, true) || pass_reshaped(t, demand, false));
     }
@@ -195,7 +195,7 @@ class Walk {
     bool ask(const Tensor* source, const Demand& demand) {
         if (!source || source->op == kNone || !Mark(*source).ours()) return true;
         const int64_t index = Mark(*source).index();
-        if (index >= plan_.count || plan_.nodes[index].tensor != source) return true;  // of another graph
+        if (index >= plan_.count || plan_.nodes[index].tensor != source) return true;  // a node of another graph
         Demand& before = plan_.nodes[index].demand;
         const bool same = before.kind == demand.kind && before.dimension == demand.dimension && before.each == demand.each;
         before = before.kind == Demand::kNothing || same ? demand : kAll;
@@ -209,7 +209,7 @@ class Walk {
         if (node.demand.kind != Demand::kReadRows || !node.cuts) return;
         uintptr_t mark = reinterpret_cast<uintptr_t>(Mark::of_rows(&plan_.rows, node.demand.dimension));
         if (t.op == kRmsNorm && !(t.flags & kOutput)) {
-            // ggml multiplies in the same pass, of all rows, where nobody else reads the norm.
+            // If nothing else reads a norm, ggml fuses it with the next product, for all rows. Marking it as an output prevents that.
             t.flags |= kOutput;
             mark |= Mark::kUnfused;
         }
@@ -226,7 +226,7 @@ class Walk {
     Plan& plan_;
 };
 
-// Takes back what an earlier plan of the same graph set.
+// Removes what an earlier plan of the same graph set.
 void clear_mark(Tensor& node) {
     const Mark mark(node);
     if (!mark.ours()) return;

@@ -1,19 +1,19 @@
-// Rows that nobody reads are not computed.
+// Skips the computation of rows that are not read.
 //
-// llama.cpp takes the rows whose logits were asked for (`out_ids`) out of a batch in the last layer. Behind the last layer that owns K/V rows
-// depend on nothing but themselves, so that all others were computed for nobody: Gemma 4's E2B has 20 such layers of 35.
+// In the last layer, llama.cpp selects the rows of a batch whose logits were asked for (`out_ids`). After the last layer that owns K/V rows, a row
+// depends only on itself, so from there on the rows that will not be selected need not be computed: in 20 of the 35 layers of Gemma 4 E2B.
 //
-// ggml asks about every node of a graph, in order, before it computes: they are collected. When the logits come, the graph is walked from
-// there to its beginning. A node whose rows go nowhere but into that choice of rows gets a mark in `extra`, which ggml's CPU backend leaves
-// to buffer types, and is computed for these rows alone. Any other reader, be it an operation that this file does not have, makes it compute
-// all rows as before: no operation takes in a row that was not computed. A graph without such nodes, as of a llama.cpp that leaves them
-// out itself, gets no mark.
+// Before it computes a graph, ggml plans all its nodes in order. We collect them. When the logits are planned, the graph is walked back from there
+// to its beginning. A node gets a mark in `extra`, which ggml's CPU backend leaves to buffer types, if its rows are used only by that selection of
+// rows; then only the selected rows are computed. With any other reader, for example an operation that is not known here, all rows are computed as
+// usual. So no operation ever reads a row that was not computed. A graph without such nodes gets no marks, for example from a llama.cpp that
+// skips the rows itself.
 #pragma once
 #include "facts.h"
 
 namespace edge::ggml {
 
-constexpr int kMaxRuns = 32;  // of rows beside each other; with more of them all rows are computed
+constexpr int kMaxRuns = 32;  // the most runs of adjacent rows; if there are more, all rows are computed
 
 // The rows of a batch that are read.
 struct ReadRows {
@@ -25,7 +25,7 @@ struct ReadRows {
     Run runs[kMaxRuns];
 };
 
-// An operation and its sources, cut to a run of rows. Lies in one place: the operation points to its sources.
+// An operation and its sources, cut to a run of rows. It cannot be copied, because the operation points to the sources.
 class CutOperation {
   public:
     CutOperation(const Tensor& op, const ReadRows& rows, int dimension, const ReadRows::Run& run);
@@ -38,24 +38,24 @@ class CutOperation {
     int64_t first_, count_;
 };
 
-// Which rows of an operation are computed; no `rows`: all.
+// Which rows of an operation are computed; if `rows` is null, all.
 struct Restriction {
     const ReadRows* rows;
     int dimension;
 };
 
-// To be called once, before the others. Returns whether it succeeded.
+// Must be called once, before the other functions. Returns whether it succeeded.
 bool prepare_read_rows();
-// Called where ggml plans a graph, for each of its nodes in order. `cuts` says that an operation can be computed for some rows.
+// Must be called while ggml plans a graph, for each node in order. `cuts`: the operation can be computed for some rows only.
 void plan_node(const Functions& ggml, Tensor* node, bool cuts);
-// A node of this thread's plan, so many before the last one; null where there is none.
+// Returns the node that this thread planned `distance` nodes before the last one; null if there is none.
 Tensor* planned_before(int distance);
-// Called by the thread that planned a graph, with each operation it computes: the next planned node begins another graph.
+// Must be called by the thread that planned a graph, with each operation that it computes. The next planned node then begins another graph.
 void end_plan();
 Restriction restriction_of(const Tensor& op);
-// Whether ggml's own operation can be cut to some rows.
+// Whether one of ggml's own operations can be computed for some rows only.
 bool is_row_by_row(const Tensor& op);
-// Rows of products that were left out so far, of all graphs.
+// Returns how many rows of products have been skipped so far, in all graphs.
 int64_t unread_rows();
 
 }  // namespace edge::ggml

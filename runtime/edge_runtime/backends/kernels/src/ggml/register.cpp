@@ -1,5 +1,5 @@
-// An extra buffer type of ggml's CPU backend: weights that it packs when they are loaded, multiplications with them,
-// attention, and functions of single values. The list that it is added to is what the backend asks first about every operation.
+// An extra buffer type for ggml's CPU backend. It packs weights when they are loaded, and computes products with them, attention and elementwise
+// functions. The backend asks the buffer types in its list first about every operation.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,10 +24,10 @@ Functions functions;
 const Variant* variant = nullptr;
 bool enabled = false;
 
-// A buffer's memory: from the heap, or, for a load with a packed file, reserved pages in whose place tensors are mapped.
+// A buffer's memory: from the heap; or, with a packed file, reserved pages over which tensors are mapped.
 struct Memory {
     void *base, *pages;
-    size_t reserved;  // bytes of the pages; 0: of the heap
+    size_t reserved;  // bytes of the reserved pages; 0: the memory is from the heap
 };
 
 Memory& memory_of(Buffer* buffer) { return *static_cast<Memory*>(buffer->context); }
@@ -52,7 +52,7 @@ void clear(Buffer* buffer, uint8_t value) {
     memset(memory.base, value, buffer->size);
 }
 
-// Takes packed weights from the file, or packs them and adds them to it; without a file they stay in the pages reserved for them.
+// Maps packed weights from the file; or packs them into the reserved pages and adds them to the file, if there is one.
 void set_reserved(Tensor* tensor, const void* data, size_t size) {
     PackedFile* file = packed_file();
     PackedMatrix m = packed_matrix(*tensor);
@@ -63,7 +63,7 @@ void set_reserved(Tensor* tensor, const void* data, size_t size) {
     give_back_file(data, size);
 }
 
-// Whole tensors only, as the loader sets them; anything else is an error of the program, not of a file.
+// Accepts whole tensors only, as llama.cpp's loader sets them. Anything else is an error in the program, not in a file.
 void set_tensor(Buffer* buffer, Tensor* tensor, const void* data, size_t offset, size_t size) {
     const Memory& memory = memory_of(buffer);
     const char *begin = static_cast<const char*>(memory.base), *at = static_cast<const char*>(tensor->data);
@@ -72,14 +72,14 @@ void set_tensor(Buffer* buffer, Tensor* tensor, const void* data, size_t offset,
     if (!whole || left < packed_bytes(*tensor)) end(tensor->name, "cannot be set in part or beyond its buffer");
     if (memory.reserved) return set_reserved(tensor, data, size);
     pack_weights(*tensor, data, tensor->data);
-    give_back_file(data, size);  // nobody reads it again, unless another tensor is the same bytes
+    give_back_file(data, size);  // it is not read again, unless another tensor shares these bytes
 }
 
 const char* type_name(BufferType*) { return "EDGE_MTP"; }
-// Tensors that are mapped begin at a page.
+// Mapped tensors begin at a page.
 size_t alignment(BufferType*) { return packed_file() ? kPackedAlignment : kAlignment; }
 
-// Memory for `size` bytes; null where there is none.
+// Allocates or reserves `size` bytes; null if that fails.
 Memory* reserve(size_t size) {
     Memory* memory = static_cast<Memory*>(calloc(1, sizeof(Memory)));
     if (!memory) return nullptr;
@@ -119,7 +119,7 @@ bool is_ours(const Tensor* tensor);
 
 bool failed = false;
 
-// Where work memory does not suffice, an operation's result is no number, and the graph ends after it. ggml has no other way to fail.
+// Called if there is too little work memory: sets the result of the operation to NaN and ends the graph after it. ggml has no other way to fail.
 void fail(const Work& work, const Tensor& op) {
     if (work.thread != 0) return;
     for (int64_t row = 0; row < op.ne[1] * op.ne[2] * op.ne[3]; row++) {
@@ -131,7 +131,8 @@ void fail(const Work& work, const Tensor& op) {
     __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
 }
 
-// Runs an operation, or of a marked one the rows that are read. `shared`: its threads share memory or a counter, which the next run needs.
+// Runs an operation, or only its rows that are read if it is marked (read_rows.h). `shared`: the threads of one run share memory or a counter that
+// the next run uses, so they have to meet in between.
 template <class Run>
 void run_read_rows(const Work& work, Tensor* op, bool shared, Run run) {
     if (work.thread == 0) end_plan();
@@ -209,7 +210,7 @@ struct Elementwise final : Operation {
     }
 };
 
-// ggml's own operations: it plans all of them, and computes those that are not marked.
+// ggml's own operations. All of them are planned; if one is not marked, ggml computes it.
 struct StockOperation final : Operation {
     bool work_size(int, const Tensor* op, size_t&) override {
         plan(op, is_row_by_row(*op));
@@ -254,7 +255,7 @@ struct Weights final : ExtraBufferType {
     Operation* operation(const Tensor* op) override {
         if (op->op == kMulMat && is_ours(op->src[0])) return &multiplication;
         if (!enabled) return nullptr;
-        // Weights in a buffer that is no plain memory belong to whoever laid them out there.
+        // Weights in a buffer that is not plain memory may have another layout.
         if (multiplies_floats(*op) && functions.buffer_type_is_host(op->src[0]->buffer->type)) return &float_multiplication;
         if (attends(*op)) return &attention;
         if (is_elementwise(*op)) return &elementwise;
@@ -267,8 +268,8 @@ BufferType buffer_type = {{type_name, allocate, alignment, nullptr, tensor_size,
 
 bool is_ours(const Tensor* tensor) { return tensor->buffer && tensor->buffer->type == &buffer_type; }
 
-// llama.cpp reads a whole file ahead as it maps it, but on machines with several memories. What a packed file has need not be read: while one
-// is in use, llama.cpp is told that this is such a machine. It asks nothing else of that function, and ggml itself does not ask by it.
+// When llama.cpp maps a file, it reads all of it ahead, except on NUMA machines. Weights that are in a packed file need not be read. So while a
+// packed file is read, llama.cpp is told that this is a NUMA machine. It uses this answer for nothing else, and ggml itself does not ask this way.
 constexpr char kSeveralMemories[] = "ggml_backend_cpu_is_numa";
 void* (*stock_address)(Registry*, const char*) = nullptr;
 
@@ -307,7 +308,7 @@ const char* unexpected() {
 using namespace edge;
 using namespace edge::ggml;
 
-// Adds the buffer type, before the first model is loaded: the backend then copies the list. Returns null, or why it could not be done.
+// Adds the buffer type. Must be called before the first model is loaded, when the backend copies the list. Returns null, or why that failed.
 EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)(size_t)) {
     if (variant) return nullptr;
     functions = *given;
@@ -323,7 +324,7 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
     if (!list) return "out of memory";
     list[0] = &buffer_type;
     if (count) memcpy(list + 1, types->first, count * sizeof(BufferType*));
-    *types = {list, list + count + 1, list + count + 1};  // the old list stays: somebody may be reading it
+    *types = {list, list + count + 1, list + count + 1};  // the old list is not freed, since another thread may be reading it
     Registry* registry = functions.cpu_registry();
     if (registry->address && registry->address(registry, kSeveralMemories)) {
         stock_address = registry->address;
@@ -334,14 +335,15 @@ EDGE_EXPORT const char* edge_ggml_register(const Functions* given, void* (*make)
     return nullptr;
 }
 
-// Whether models that are loaded from now on use it.
+// Sets whether models that are loaded from now on use the buffer type.
 EDGE_EXPORT void edge_ggml_switch(int on) { enabled = on && variant; }
 
-// Whether an operation failed since the last call: what ggml asks after each operation of a graph, to end it (ggml_abort_callback).
+// Returns whether an operation failed since the last call. ggml calls it after each operation, to know whether to end the graph
+// (ggml_abort_callback).
 EDGE_EXPORT bool edge_ggml_failed(void*) { return __atomic_load_n(&failed, __ATOMIC_RELAXED) && __atomic_exchange_n(&failed, false, __ATOMIC_RELAXED); }
 
-// The bytes that weights of such a type and shape are packed into; 0 where they stay as they are.
+// Returns the bytes of packed weights of this type and shape; 0 if they are not packed.
 EDGE_EXPORT size_t edge_ggml_packed_bytes(const Tensor* tensor) { return packs(*tensor) ? packed_bytes(*tensor) : 0; }
 
-// Rows of products that were not computed so far, as nobody reads them.
+// Returns how many rows of products have been skipped so far because they are not read.
 EDGE_EXPORT int64_t edge_ggml_unread_rows() { return unread_rows(); }

@@ -12,17 +12,16 @@ namespace edge::ggml {
 constexpr int kWatchedLayers = 2;
 constexpr uint16_t kHidden = 0xfc00;  // minus infinity, float16
 
-// What a layer's attention got in the newest forward. `masks` [rows, cells] are those of flagged rows, in
-// their order.
+// The inputs of a layer's attention in the newest forward. `masks` [rows, cells] are those of the flagged rows, in order.
 struct WatchedLayer {
     int64_t number;
-    DraftSource source;  // cells, counts and rotations are left out
+    DraftSource source;  // without cells, count and rotations
     int64_t dim, cells, rows;
     uint16_t* masks;
     size_t room;
 };
 
-// Layers are counted: each has one operation of attention.
+// Layers are told apart by counting: each has one attention operation.
 struct CellWatch {
     WatchedLayer layers[kWatchedLayers];
     const Tensor* newest;
@@ -39,7 +38,7 @@ int64_t row_type(int type) {
     return static_cast<int64_t>(type == kF16 ? RowType::kHalf : type == kQ8_0 ? RowType::kQ8 : RowType::kQ4);
 }
 
-// Makes room for the masks of so many rows. Returns false without memory.
+// Records the layer's K/V rows, and allocates memory for the masks of `rows` rows. Returns false without enough memory.
 bool begin_layer(WatchedLayer& layer, const Tensor& op, int64_t rows) {
     const Tensor &keys = *op.src[1], &values = *op.src[2];
     const size_t bytes = static_cast<size_t>(rows * keys.ne[1]) * 2;
@@ -72,7 +71,7 @@ void watch_attention(const Tensor& whole, const Tensor& part) {
         int64_t flagged = 0;
         for (int64_t row = 0; row < watch->count; row++) flagged += watch->flags[row] != 0;
         if (!flagged || (!layer.rows && !begin_layer(layer, whole, flagged))) return;
-        // A part's queries lie among those of all rows.
+        // The first row of the part, from the addresses of its queries and of all queries.
         const int64_t first = (static_cast<const char*>(part.src[0]->data) - static_cast<const char*>(queries.data)) / static_cast<int64_t>(queries.nb[1]);
         for (int64_t row = 0, place = 0; row < watch->count; row++) {
             if (!watch->flags[row]) continue;
@@ -91,7 +90,7 @@ void watch_attention(const Tensor& whole, const Tensor& part) {
 using namespace edge;
 using namespace edge::ggml;
 
-// A watch on the layers of these numbers; null without memory.
+// Creates a watch on the layers with these numbers; null without enough memory.
 EDGE_EXPORT CellWatch* edge_ggml_watch_new(int64_t first, int64_t second) {
     CellWatch* watch = static_cast<CellWatch*>(calloc(1, sizeof(CellWatch)));
     if (watch) watch->layers[0].number = first, watch->layers[1].number = second;
@@ -103,7 +102,7 @@ EDGE_EXPORT void edge_ggml_watch_free(CellWatch* watch) {
     free(watch);
 }
 
-// Has this thread's next forward, of `count` rows, watched; null ends that. What was kept before is forgotten. `flags` must stay.
+// Watches this thread's next forward, of `count` rows, and forgets the previous one; null stops watching. The caller keeps `flags` alive.
 EDGE_EXPORT void edge_ggml_watch(CellWatch* watch, const int8_t* flags, int64_t count) {
     pthread_setspecific(key, watch);
     if (!watch) return;
@@ -111,8 +110,8 @@ EDGE_EXPORT void edge_ggml_watch(CellWatch* watch, const int8_t* flags, int64_t 
     for (WatchedLayer& layer : watch->layers) layer.rows = 0;
 }
 
-// Describes the cells that a flagged row attends to in a layer. Returns how many they are, at most `room` of which are listed; 0 where nothing
-// is known of that row. `source` keeps its other fields.
+// Describes the cells that flagged row `row` attends to in a layer: writes their numbers, at most `room`, and the fields of `source` for them.
+// Returns how many cells there are, 0 if nothing is known about the row.
 EDGE_EXPORT int64_t edge_ggml_watch_cells(const CellWatch* watch, int64_t layer, int64_t row, DraftSource* source, int32_t* cells, int64_t room) {
     if (layer < 0 || layer >= kWatchedLayers) return 0;
     const WatchedLayer& from = watch->layers[layer];

@@ -1,7 +1,7 @@
-// Which cells of llama.cpp's memory the rows of a forward attend to, and where these cells lie: a draft reads the same ones.
+// Records which cells of llama.cpp's KV cache the rows of a forward attend to, and their addresses, because a draft reads the same cells.
 //
-// Nothing of llama.cpp says it, but its attention gets both: an address, and a mask for each row. A target that drafts has a CellWatch, which keeps
-// them of two of its layers during a forward, for the rows that are flagged.
+// llama.cpp has no interface for that, but its attention gets both: an address, and a mask for each row. A target with a drafter has a CellWatch,
+// which records them during a forward, for two layers and for the flagged rows.
 #pragma once
 #include "draft/model.h"
 #include "facts.h"
@@ -10,9 +10,9 @@ namespace edge::ggml {
 
 struct CellWatch;
 
-// To be called once, before the others. Returns whether it succeeded.
+// Must be called once, before the other functions. Returns whether it succeeded.
 bool prepare_watches();
-// Called by the first thread with attention of all rows of a forward, and with its part for some of them.
+// Must be called by the first thread of each attention: with the operation for all rows of a forward, and the part that is computed now.
 void watch_attention(const Tensor& whole, const Tensor& part);
 
 }  // namespace edge::ggml

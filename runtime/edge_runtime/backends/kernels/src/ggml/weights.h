@@ -1,4 +1,4 @@
-// Weights of GGUF files in the kernels' layout: what they need in memory, and packing them.
+// Packs weights of GGUF files into the kernels' layout.
 #pragma once
 #include "layout.h"
 #include "facts.h"
@@ -7,13 +7,13 @@ namespace edge::ggml {
 
 constexpr size_t kAlignment = 64;
 
-// Whether weights of this type and shape can be packed. Float weights cannot: they are multiplied where they lie.
+// Whether weights of this type and shape can be packed. Float weights are not packed, but used in the layout of the file.
 bool packs(const Tensor& weights);
-// The bytes that they need.
+// The bytes of packed weights of this type and shape.
 size_t packed_bytes(const Tensor& weights);
-// Packs weights of that type and shape from `data`, as a GGUF file has them, into `memory`.
+// Packs weights of this type and shape from `data`, in the format of GGUF files, into `memory`.
 void pack_weights(const Tensor& weights, const void* data, void* memory);
-// Packed weights as the kernels take them.
+// Describes packed weights for the kernels.
 PackedMatrix packed_matrix(const Tensor& weights);
 
 }  // namespace edge::ggml

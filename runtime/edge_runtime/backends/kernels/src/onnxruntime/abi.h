@@ -1,5 +1,5 @@
-// What is used of onnxruntime's C interface. Its table of functions only ever grows at the end, so a function is its place in it
-// (onnxruntime, core/session/onnxruntime_c_api.cc, ort_api_1_to_N); a custom operator is a table of callbacks (OrtCustomOp, version 17).
+// The parts of onnxruntime's C interface that are used here. Its table of functions only grows at the end, so a function is identified by its index
+// (onnxruntime, core/session/onnxruntime_c_api.cc, ort_api_1_to_N). A custom operator is a table of callbacks (OrtCustomOp, version 17).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -25,7 +25,7 @@ struct ApiBase {
     const char* (*version_string)();
 };
 
-// A function of the table, by its place.
+// Returns the function at this index of the table.
 template <class Function>
 Function* function(Table api, int place) {
     return reinterpret_cast<Function*>(api[place]);
@@ -48,12 +48,12 @@ inline Status* input(Table api, const KernelContext* context, size_t index, cons
 inline Status* output(Table api, KernelContext* context, size_t index, const int64_t* shape, size_t count, Value** out) { return function<Status*(KernelContext*, size_t, const int64_t*, size_t, Value**)>(api, 91)(context, index, shape, count, out); }
 inline void release_status(Table api, Status* status) { function<void(Status*)>(api, 93)(status); }
 inline void release_shape(Table api, ShapeInfo* info) { function<void(ShapeInfo*)>(api, 99)(info); }
-// Writes the name of an input with its end into `size` bytes; a name that is longer is an error. `size` becomes its length.
+// Writes the null-terminated name of an input into `size` bytes and sets `size` to its length. A name that does not fit is an error.
 inline Status* input_name(Table api, const KernelInfo* info, size_t index, char* out, size_t* size) { return function<Status*(const KernelInfo*, size_t, char*, size_t*)>(api, 232)(info, index, out, size); }
 inline Status* constant_input(Table api, const KernelInfo* info, size_t index, int* is_constant, const Value** out) { return function<Status*(const KernelInfo*, size_t, int*, const Value**)>(api, 249)(info, index, is_constant, out); }
 inline Status* parallel_for(Table api, const KernelContext* context, void (*run)(void*, size_t), size_t total, size_t batches, void* data) { return function<Status*(const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*)>(api, 274)(context, run, total, batches, data); }
 
-// The callbacks, in onnxruntime's order. What is null is not used by these operators.
+// The callbacks, in onnxruntime's order. Those that are null are not used by our operators.
 struct Op {
     uint32_t version;
     void* (*create_kernel)(const Op*, Table, const KernelInfo*);

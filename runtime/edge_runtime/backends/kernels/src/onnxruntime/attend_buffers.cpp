@@ -1,7 +1,7 @@
-// AttendBuffers and ReadBuffers: GroupQueryAttention on float32 buffers [1, heads, capacity, dim] that are past and present at once, with
-// rotary embedding and a window. The former writes new rows into them, the latter takes them as another layer has written them. Inputs are
-// those of GroupQueryAttention: queries, new keys and values, both buffers, last row, rows, cosines, sines, positions. ReadBuffers may have one
-// more, which it ignores: a row of zeros for the function of stock operators that stands for it elsewhere, and takes no fewer queries than one.
+// AttendBuffers and ReadBuffers: GroupQueryAttention with rotary embedding and a window, on float32 buffers [1, heads, capacity, dim] that are both
+// past and present. AttendBuffers writes new rows into them; ReadBuffers reads rows that another layer has written. The inputs are those of
+// GroupQueryAttention: queries, new keys and values, both buffers, last row, rows, cosines, sines, positions. ReadBuffers may have another input,
+// which it ignores: a row of zeros for the function of the same name in the graph, whose stock operators need at least one query.
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,7 +43,7 @@ Status* make(Table api, const KernelInfo* info, bool writes, void** out) {
 Status* create_writer(const Op*, Table api, const KernelInfo* info, void** out) { return make(api, info, true, out); }
 Status* create_reader(const Op*, Table api, const KernelInfo* info, void** out) { return make(api, info, false, out); }
 
-// The inputs, checked; rows of the buffers from `past` on are the new ones.
+// The inputs, which are checked. The new rows are those of the buffers from row `past` on.
 struct Inputs {
     const float *queries, *keys, *values, *cosine, *sine;
     float *key_buffer, *value_buffer;
@@ -91,7 +91,7 @@ Status* read(const Kernel& kernel, KernelContext* context, Inputs& in) {
     return nullptr;
 }
 
-// Gives the buffers back as outputs, which are their own memory; where they are not, rows before the new ones are copied.
+// Returns the buffers as outputs. These normally share the memory of the inputs; if not, the rows before the new ones are copied.
 Status* present(const Kernel& kernel, KernelContext* context, Inputs& in) {
     if (!kernel.writes) return nullptr;
     const int64_t shape[] = {1, kernel.kv_heads, in.capacity, in.dim};

@@ -1,6 +1,6 @@
 // AttendRows(queries [1, 1, read x heads, dim], cached keys and values [1, 1, n, dim], new keys and values [1, 1, tokens, dim], positions of the
-// queries [1, read] and of the new rows [1, tokens]): attention of one K/V head to all cached rows, causal among the new ones, of whose last
-// `read` the queries are. The positions are for the function of stock operators that stands for this one elsewhere: here they follow.
+// queries [1, read] and of the new rows [1, tokens]): attention with one K/V head, to all cached rows, and causal among the new ones. The queries
+// belong to the last `read` new rows. The positions are inputs for the function of the same name in the graph; here they are not needed.
 #include <stdlib.h>
 
 #include "onnxruntime/attention.h"

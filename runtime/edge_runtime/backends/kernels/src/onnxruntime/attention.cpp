@@ -6,15 +6,15 @@
 namespace edge {
 namespace {
 
-constexpr size_t kMaxStateBytes = size_t{2} << 20;  // bytes of the states of spans that are attended to before they are merged
-constexpr int64_t kFewestSpans = 4;                 // of these, for which work is divided by spans
+constexpr size_t kMaxStateBytes = size_t{2} << 20;  // the most bytes for states of spans that are computed before they are merged
+constexpr int64_t kFewestSpans = 4;                 // the fewest such spans for which work is divided by spans
 
 struct Job {
     const Attend& attend;
     const AllHeads& all;
     int64_t queries, groups, first_span, spans, size;
     float *states, *out;
-    int64_t wave, begin, now;  // spans at once; the first of these and how many of them there are now
+    int64_t wave, begin, now;  // the most spans at once; the first one of the current wave, and how many spans it has
 
     Attention of_head(int64_t head) const {
         Attention attention = all.first;
@@ -23,10 +23,10 @@ struct Job {
         attention.new_keys += head * all.new_stride, attention.new_values += head * all.new_stride;
         return attention;
     }
-    // Groups of nearly the same size.
+    // Queries are divided into groups of nearly the same size.
     int64_t first(int64_t group) const { return group * queries / groups; }
     int64_t count(int64_t group) const { return first(group + 1) - first(group); }
-    // A wave's states, [heads, spans, queries]; behind the first wave, the first of them are those of all spans before.
+    // The states of a wave, [heads, spans, queries]. After the first wave, index 0 has the merged states of all earlier spans.
     float* of_span(int64_t head, int64_t span) const { return states + (head * (wave + 1) + span + (begin != 0)) * queries * size; }
     void finish(const float* state, int64_t head, int64_t query) const {
         const int64_t each = all.first.heads;

@@ -5,14 +5,14 @@
 
 namespace edge {
 
-// Head number g has the arrays of `first`, g times the strides (in floats) further on.
+// The arrays of head g are those of `first`, moved by g times the strides (in floats).
 struct AllHeads {
     Attention first;
     int64_t heads, query_stride, past_stride, new_stride;
 };
 
-// out [fresh - skipped, heads, queries of a head, dim]. Work is divided by spans of positions, so that keys are read once, or, where there are many
-// queries, by queries; the numbers are the same.
+// Computes out [fresh - skipped, heads, queries of a head, dim]. Work is divided by spans of positions, so that keys are read once; or by queries, if
+// there are many. The results are the same.
 ort::Status* attend_all(ort::Table api, ort::KernelContext* context, const Attend& attend, const AllHeads& all, float* out);
 
 }  // namespace edge

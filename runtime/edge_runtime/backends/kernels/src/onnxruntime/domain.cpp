@@ -5,7 +5,7 @@
 EDGE_EXPORT edge::ort::Status* RegisterCustomOps(edge::ort::SessionOptions* options, const edge::ort::ApiBase* base) {
     using namespace edge::ort;
     const Table api = base->get_api(kVersion);
-    static Domain* domain = nullptr;  // as long as the process: sessions keep a reference to it
+    static Domain* domain = nullptr;  // never freed, because sessions keep a reference to it
     if (!domain) {
         Domain* made = nullptr;
         EDGE_TRY(create_domain(api, "edge.mtp", &made));

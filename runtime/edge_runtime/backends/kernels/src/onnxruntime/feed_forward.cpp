@@ -1,6 +1,6 @@
-// onnxruntime's operator edge.mtp::FeedForwardRows: the product with [gates, values], gelu(gates) * values, and the product of that. Nothing between
-// the two products is ever in memory as floats: a thread rounds some outputs of the first one into inputs of the second one while they are in
-// the nearest cache. For wide layers that traffic costs more than the products.
+// onnxruntime's operator edge.mtp::FeedForwardRows: the product with [gates, values], gelu(gates) * values, and the product of that. The values
+// between the products are never in main memory as floats: a thread rounds outputs of the first product to inputs of the second while they are in
+// the first level cache. In wide layers, writing and reading them would cost more than the products.
 #include <stdlib.h>
 
 #include "gated.h"
@@ -21,7 +21,7 @@ struct FeedForward {
 
     int64_t width() const { return gated_width(second.matrix.block); }
     int64_t chunks() const { return second.matrix.inputs / width(); }
-    // Of a piece.
+    // The number of chunks in a piece.
     int64_t chunks_at_once() const { return parts_of_piece(chunks(), 2 * width() / kTile * gated.matrix.tile_bytes()); }
 };
 
@@ -30,7 +30,7 @@ struct Gating {
     RoundedRows rows, hidden;
 };
 
-// Some outputs of both halves, rounded.
+// Computes and rounds some outputs of both halves.
 void gate_piece(void* data, size_t piece) {
     const Gating& job = *static_cast<Gating*>(data);
     const PackedMatrix &m = job.layer.gated.matrix, &next = job.layer.second.matrix;

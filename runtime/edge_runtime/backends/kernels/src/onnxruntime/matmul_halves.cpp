@@ -1,4 +1,4 @@
-// onnxruntime's operator edge.mtp::MatMulHalves: rows times the transposed matrix of float16 weights, which stay as they are.
+// onnxruntime's operator edge.mtp::MatMulHalves: rows times the transposed matrix of float16 weights, which are not packed.
 #include <stdlib.h>
 
 #include "onnxruntime/product.h"

@@ -1,4 +1,4 @@
-// onnxruntime's operators edge.mtp::MatMulRows: MatMulNBits without zero points, by the kernels of this library; and MatMulCapRows: cap * tanh of that.
+// onnxruntime's operators edge.mtp::MatMulRows, which is MatMulNBits without zero points, and MatMulCapRows, which is cap * tanh of that product.
 #include <stdlib.h>
 
 #include "onnxruntime/memory.h"

@@ -1,5 +1,5 @@
-// onnxruntime's operator edge.mtp::MatMulStatic: a product of weights with one scale for each output and of activations that were rounded to int8
-// by a scale fixed in training, its results rounded likewise. Products of integers are added over a whole row: exact in any order.
+// onnxruntime's operator edge.mtp::MatMulStatic: a product of weights with one scale per output, and activations that are rounded to int8 with a
+// static scale, fixed in training. Results are rounded in the same way. Integers are added over a whole row, which is exact in any order.
 #include <stdlib.h>
 
 #include "onnxruntime/memory.h"
@@ -15,7 +15,7 @@ using namespace ort;
 
 struct StaticWeights {
     Weights weights;
-    float output_scale;  // 0: results stay as they are
+    float output_scale;  // 0: results are not rounded
 };
 
 struct StaticProduct {

@@ -8,13 +8,13 @@
 namespace edge {
 namespace {
 
-// What calls used before, for the next ones of any thread: threads come and go, so none of them keeps memory. Beyond these places and
-// this size memory is given back after use.
+// Memory of earlier calls, which later calls of any thread use again; threads may end, so they keep none themselves. At most kPlaces blocks of at most
+// kMaxKeptBytes are kept; other memory is freed after use.
 constexpr int kPlaces = 8;
 constexpr size_t kMaxKeptBytes = size_t{5} << 19;
-size_t* kept[kPlaces];  // blocks that begin with their size, in a line of its own
+size_t* kept[kPlaces];  // each block begins with its size, in a cache line of its own
 
-// `bytes` bytes from the beginning of a line on, or null.
+// Returns `bytes` bytes that begin at a cache line, or null.
 char* scratch(size_t bytes) {
     size_t* block = nullptr;
     for (int i = 0; i < kPlaces && !block; i++) block = __atomic_exchange_n(&kept[i], nullptr, __ATOMIC_ACQUIRE);

@@ -1,6 +1,6 @@
-// NormRows(x [..., n * width], weight [width]): x / sqrt(mean(x^2) + epsilon) * weight of each `width` values. ResidualRows(x, y, weight, factor,
-// next weight): sum = (x + the norm of y) * factor, and the norm of that sum, where a factor [1] and a next weight are given. For few rows each of
-// onnxruntime's own operators costs more than its arithmetic.
+// NormRows(x [..., n * width], weight [width]): x / sqrt(mean(x^2) + epsilon) * weight, for each `width` values. ResidualRows(x, y, weight, factor,
+// next weight): sum = (x + norm of y) * factor, and the norm of that sum; the factor [1] and the next weight are optional. For few rows, calling
+// several of onnxruntime's own operators costs more than their arithmetic.
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,13 +13,13 @@ namespace {
 
 using namespace ort;
 
-constexpr int64_t kValues = 1 << 14;  // that a thread takes at a time
+constexpr int64_t kValues = 1 << 14;  // values that a thread takes at a time
 
 struct Norm {
     Table api;
     const DraftSteps* steps;
     float epsilon;
-    int64_t width;  // of the last dimension
+    int64_t width;  // size of the last dimension
 };
 
 struct Rows {
@@ -77,7 +77,7 @@ Status* output_like(const Norm& norm, KernelContext* context, size_t index, cons
     return nullptr;
 }
 
-// An input of `count` values; null where the node leaves it out.
+// Gets an input of `count` values; null if the node omits it.
 Status* few_values(const Norm& norm, KernelContext* context, size_t index, int64_t count, const float** out) {
     const Value* value = nullptr;
     EDGE_TRY(input(norm.api, context, index, &value));
@@ -94,7 +94,7 @@ Status* normalize(void* kernel, KernelContext* context) {
     EDGE_TRY(read_input(norm.api, context, 0, shape, &rows.x));
     EDGE_TRY(read_input(norm.api, context, 1, weight, &rows.weight));
     rows.width = weight.count();
-    // Heads were a dimension of their own between two others of three.
+    // If a row contains several heads, the shape must have three dimensions.
     if (rows.width < 1 || shape.rank < 1 || shape.sizes[shape.rank - 1] != norm.width || norm.width % rows.width || (norm.width != rows.width && shape.rank != 3))
         return create_status(norm.api, kFail, "NormRows: the last dimension must be `width`, and hold whole weights");
     rows.count = shape.count() / rows.width;

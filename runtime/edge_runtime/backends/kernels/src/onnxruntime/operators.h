@@ -1,4 +1,4 @@
-// The operators of the domain edge.mtp, and what their code shares.
+// The operators of the domain edge.mtp, and their common code.
 #pragma once
 #include "onnxruntime/abi.h"
 
@@ -12,7 +12,7 @@ namespace edge::ort {
 extern const Op kMatMulRows, kMatMulCapRows, kMatMulStatic, kMatMulHalves, kFeedForwardRows, kAttendRows, kAttendBuffers, kReadBuffers, kNormRows, kResidualRows;
 
 constexpr size_t kMaxDimensions = 8;
-constexpr int64_t kFewRows = 16;  // so many that small work is not divided among threads
+constexpr int64_t kFewRows = 16;  // up to this many rows, small work is not divided among threads
 
 struct Shape {
     int64_t sizes[kMaxDimensions];
@@ -46,7 +46,7 @@ Status* read_input(Table api, const KernelContext* context, size_t index, Shape&
     return nullptr;
 }
 
-// Callbacks that all operators share.
+// Callbacks that several operators share.
 inline const char* no_provider(const Op*) { return nullptr; }
 inline Type float_type(const Op*, size_t) { return kFloat; }
 inline size_t one_output(const Op*) { return 1; }

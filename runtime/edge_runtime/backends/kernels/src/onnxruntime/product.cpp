@@ -33,7 +33,7 @@ Status* constant_of(Table api, const KernelInfo* info, size_t index, size_t want
     return nullptr;
 }
 
-// The names of the levels and of the scales behind them, which are unique in a graph; "" where they are too long for a packed file.
+// Joins the names of the inputs for levels and for scales, which identify the weights in a graph; "" if that is too long for a packed file.
 void name_of(Table api, const KernelInfo* info, size_t levels, char (&name)[kMaxPackedName + 1]) {
     size_t size = sizeof name;
     Status* status = input_name(api, info, levels, name, &size);
@@ -67,10 +67,10 @@ void multiply_piece(void* data, size_t piece) {
     const PackedMatrix& m = product.weights.matrix;
     const int64_t tiles = tiles_of_piece(m), first = static_cast<int64_t>(piece) * tiles, last = first + tiles < m.tiles() ? first + tiles : m.tiles();
     product.weights.variant->multiply(m, product.rows, first, last, {m, product.out});
-    if (first * kTile >= m.outputs) return;  // padding alone
+    if (first * kTile >= m.outputs) return;  // only padding
     const float cap = product.weights.cap;
     const int64_t end = last * kTile, count = (end < m.outputs ? end : m.outputs) - first * kTile;
-    for (int64_t row = 0; row < product.rows.rows && cap > 0; row++) {  // while they are in the nearest cache
+    for (int64_t row = 0; row < product.rows.rows && cap > 0; row++) {  // here, while the results are in the first level cache
         float* results = product.out + row * m.outputs + first * kTile;
         product.weights.variant->tanh(results, results, count);
         for (int64_t i = 0; i < count; i++) results[i] *= cap;
@@ -95,7 +95,7 @@ Status* create_weights(Table api, const KernelInfo* info, const WeightNames& nam
     name_of(api, info, names.levels, name);
     if (!weights.variant || !pack_named(name, weights.matrix, outputs, inputs, static_cast<int>(bits), static_cast<int>(block), static_cast<const uint8_t*>(levels), static_cast<const float*>(scales), static_scale))
         return failed(api, "out of memory, no kernel for this processor, or more than a scale for each output");
-    give_back(levels, bytes);  // the embedding, which is the head too, is still looked up in them
+    give_back(levels, bytes);  // released, not freed: the embedding may share these levels with the head, and is still looked up in them
     return nullptr;
 }
 

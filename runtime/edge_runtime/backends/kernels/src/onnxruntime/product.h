@@ -1,5 +1,5 @@
-// What operators on packed weights share: the weights, packed once when the graph is opened, and their product with rows of activations, whose
-// tiles the session's own threads share.
+// Common code of operators with packed weights: the weights, which are packed once when the graph is opened, and their product with rows of
+// activations, whose tiles the session's threads share.
 #pragma once
 #include "onnxruntime/operators.h"
 #include "variants.h"
@@ -10,17 +10,17 @@ struct Weights {
     Table api;
     const Variant* variant;
     PackedMatrix matrix;
-    float cap = 0;  // of the results: cap * tanh(result); 0: none
+    float cap = 0;  // results become cap * tanh(result); 0: they do not
 };
 
-// Where a node has weights: the names of its attributes, and the input with the levels, behind which come the scales.
+// Where a node has its weights: the names of its attributes, and the index of the input with the levels. The next input has the scales.
 struct WeightNames {
     const char *inputs, *outputs, *bits, *block;
     size_t levels;
 };
 constexpr WeightNames kOwnWeights = {"K", "N", "bits", "block_size", 1};
 
-// Packs such weights, for activations of a static scale or (0) of their own, or maps them from the packed file of this thread (pack.h, pack_named).
+// Packs a node's weights, or maps them from this thread's packed file (pack.h, pack_named). `static_scale` of activations; 0: they have their own scales.
 Status* create_weights(Table api, const KernelInfo* info, const WeightNames& names, Weights& weights, float static_scale = 0);
 
 // The rows of a node's first input, and the memory of its output.
@@ -29,10 +29,10 @@ struct InputRows {
     float* out;
     int64_t rows;
 };
-// `inputs` values to a row of the first input, `outputs` to one of the output. Without rows there is no memory.
+// A row of the first input has `inputs` values, one of the output `outputs`. If there are no rows, there is no memory.
 Status* read_rows(Table api, KernelContext* context, int64_t inputs, int64_t outputs, InputRows& out);
 
-// A product that runs: tiles are multiplied by any thread.
+// A running product; any thread may multiply any tile.
 struct Product {
     const Weights& weights;
     RoundedRows rows;

@@ -1,5 +1,5 @@
-// Attention of some query rows to a span of positions, and the merging of spans. Each file that includes it compiles it for its own
-// instruction set. Sums run over 16 lanes and over positions in one order, so the numbers are the same on all.
+// Attention of some query rows to a span of positions, and the merging of spans. Each file that includes this header compiles it for its own
+// instruction set. The order of sums, over 16 lanes and over positions, is fixed, so the results are the same on all of them.
 #pragma once
 #include "layout.h"
 #include "per_isa/register_blocks.h"
@@ -7,12 +7,12 @@
 namespace edge {
 namespace {
 
-constexpr int64_t kPanel = kSumVectors * kWidth;  // lanes of values that are added up at once
-// Values whose panels lie in the nearest cache while all queries pass; few queries read them where they lie, so many rows side by side. The next
-// rows are fetched ahead.
+constexpr int64_t kPanel = kSumVectors * kWidth;  // dimensions of values that are added up at once
+// kValues values are added up at a time, so that copies of their panels stay in the first level cache for all queries. For up to kFewQueries queries,
+// values are read without a copy, kFewValues rows at a time. The next rows are prefetched.
 constexpr int64_t kValues = 64, kFewValues = 16, kFewQueries = 8;
 
-// Where the row of a position lies: among older ones, or new ones.
+// Returns the row of a position: one of the older rows, or one of the new ones.
 inline const float* row_at(const float* past, const float* fresh, const Attention& a, int64_t position) {
     const int64_t row = position - a.origin;
     return row < a.past ? past + row * a.dim : fresh + (row - a.past) * a.dim;
@@ -30,7 +30,7 @@ inline void score_near(const float* const* queries, int64_t count, const float**
     });
 }
 
-// Adds up the values at the positions [first, last) for `count` queries, whose shares begin at `shares` with the first position's.
+// Adds up the values at the positions [first, last) for `count` queries. `shares` begins with the share of the first position.
 inline void gather_values(const Attention& a, int64_t first, int64_t last, const float* shares, int64_t count, float* states) {
     const int64_t stride = a.state(), whole = a.dim / kPanel * kPanel;
     const bool few = count <= kFewQueries;
@@ -64,7 +64,7 @@ inline void gather_values(const Attention& a, int64_t first, int64_t last, const
     }
 }
 
-// Makes scores shares: e^(score - greatest). Returns greatest and total.
+// Turns scores into shares, e^(score - greatest). Returns the greatest score and the sum of shares.
 void share(float* scores, int64_t count, float& greatest, float& sum) {
     greatest = scores[0];
     for (int64_t j = 1; j < count; j++) greatest = scores[j] > greatest ? scores[j] : greatest;
@@ -104,7 +104,8 @@ void attend_span(const Attention& a, int64_t query, int64_t count, int64_t span,
         state[a.dim] = -__builtin_inff(), state[a.dim + 1] = 0;
         if (end(r) > begin(r)) share(scores + r * kSpan + begin(r) - start, end(r) - begin(r), state[a.dim], state[a.dim + 1]);
     }
-    // What only earlier queries attend to, what all do, what only later ones do: for each query in the order of positions.
+    // Positions that only earlier queries attend to, then those that all attend to, then those of later queries only. So each query adds up its values
+    // in the order of positions.
     const int64_t common = begin(count - 1) < end(0) ? begin(count - 1) : end(0);
     const auto gather = [&](int64_t r, int64_t rows, int64_t first, int64_t last) {
         if (first < last) gather_values(a, first, last, scores + r * kSpan + first - start, rows, states + r * stride);

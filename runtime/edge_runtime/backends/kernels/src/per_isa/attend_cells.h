@@ -1,4 +1,4 @@
-// Attention over cells. Each file that includes it compiles it for its own instruction set; numbers are the same on all.
+// Attention over cells (cells.h). Each file that includes this header compiles it for its own instruction set; the results are the same on all.
 #pragma once
 #include "cells.h"
 #include "per_isa/attend.h"
@@ -11,9 +11,9 @@ using Doubles8 = double __attribute__((ext_vector_type(8)));
 using Counts8 = uint64_t __attribute__((ext_vector_type(8)));
 using Signed8 = int64_t __attribute__((ext_vector_type(8)));
 using Words32 = uint16_t __attribute__((ext_vector_type(32)));
-constexpr uint16_t kGreatestHalf = 0x6c00;  // the bits of kGreatestValue in float16: those of greater ones, and of what is no number, are greater
+constexpr uint16_t kGreatestHalf = 0x6c00;  // the bits of kGreatestValue in float16; those of larger values and of NaN are larger
 
-// Queries and registers of doubles whose sums are added up at once, and queries for which float16 values are read where they lie.
+// How many queries, and how many registers of doubles, are added up at once; and up to how many queries float16 values are read without a copy.
 #if defined(__AVX512F__)
 constexpr int kCellQueries = 8, kFewCellQueries = 8, kCellVectors = 2;
 #elif defined(__AVX2__)
@@ -23,11 +23,11 @@ constexpr int kCellQueries = 6, kFewCellQueries = 4, kCellVectors = 4;
 #endif
 constexpr int64_t kMostFew = 8;
 constexpr int kDoubles = kWidth / 2;
-constexpr int64_t kCellPanel = kCellVectors * kDoubles;  // values that are added up at once
+constexpr int64_t kCellPanel = kCellVectors * kDoubles;  // dimensions of values that are added up at once
 using Doubles = double __attribute__((ext_vector_type(kDoubles)));
 static_assert(kDimsAtOnce % kCellPanel == 0 && kCellPanel % 8 == 0);
 
-// Calls `work` with the type of rows.
+// Calls `work` with the type of rows as a template argument.
 template <class Work>
 void with_type(CellType type, Work work) {
     switch (type) {
@@ -42,9 +42,9 @@ inline const char* cell_at(const Cells& c, int64_t cell) { return c.data + stati
 constexpr uint16_t kLeftOut = 0xfc00;  // minus infinity
 static_assert(kCellsAtOnce == 32);
 
-// The cells that any query of the call attends to.
+// Lists the cells that any query of the call attends to; returns how many there are.
 int64_t list_cells(const CellAttention& a, int32_t* list) {
-    const uint16_t* masks[kMaxQueries];  // heads of a row share a mask
+    const uint16_t* masks[kMaxQueries];  // without repetitions, since the heads of a row share a mask
     int64_t rows = 0, count = 0;
     for (int64_t r = 0; r < a.queries; r++)
         if (!rows || masks[rows - 1] != a.mask[r]) masks[rows++] = a.mask[r];
@@ -65,25 +65,25 @@ int64_t list_cells(const CellAttention& a, int32_t* list) {
     return count;
 }
 
-// The masks of some listed cells as floats.
+// Converts the mask of some listed cells to floats.
 void load_masks(const uint16_t* mask, const int32_t* list, int64_t count, float* to) {
     for (int64_t j = 0; j < count; j++) to[j] = static_cast<float>(__builtin_bit_cast(_Float16, mask[list[j]]));
 }
 
-// Fetches part of some listed rows, `bytes` from `at` on, into the nearest cache ahead of their use: cells may lie anywhere, which a processor
-// does not guess.
+// Prefetches part of some listed rows, `bytes` bytes from `at` on, into the first level cache. Cells may be anywhere, so the processor cannot
+// predict their addresses.
 [[gnu::always_inline]] inline void fetch_rows(const Cells& c, const int32_t* list, int64_t count, int64_t at, int64_t bytes) {
     for (int64_t k = 0; k < count; k++)
         for (int64_t byte = at; byte < at + bytes; byte += kLine) __builtin_prefetch(cell_at(c, list[k]) + byte);
 }
 
-// Bytes of so many values of a row.
+// The bytes of `values` values of a row.
 inline int64_t bytes_of(const Cells& c, int64_t values) { return values / values_of_block(c.type) * static_cast<int64_t>(bytes_of_block(c.type)); }
 
-// Whether so few queries attend to rows of float16 that these are read where they lie, once for each block of queries.
+// Whether rows are read without a copy, once for each block of queries: if they are float16 and there are few queries.
 inline bool reads_in_place(const CellAttention& a, const Cells& c) { return a.queries <= kMostFew && c.type == CellType::kHalf && c.dim % kLanes == 0; }
 
-// The scores of some listed cells, to own.tile.
+// Writes the scores of some listed cells to own.tile.
 void score_in_place(const CellAttention& a, const CellMemory::Own& own, int64_t first, int64_t count, int64_t near) {
     const char* keys[kMaxNearKeys];
     for (int64_t k = 0; k < whole(count, kScoreKeys); k++) keys[k] = cell_at(a.keys, own.list[first + (k < count ? k : count - 1)]);
@@ -107,7 +107,7 @@ void score_copies(const CellAttention& a, const CellMemory::Own& own, int64_t fi
     score_near(a.query, a.queries, keys, count, a.keys.dim, own.tile, near);
 }
 
-// The scores of the listed cells [first, last).
+// Computes the scores of the listed cells [first, last).
 void score_cells(const CellAttention& a, const CellMemory& m, const CellMemory::Own& own, int64_t first, int64_t last) {
     const int64_t near = near_keys(a.keys.dim);
     const auto score = reads_in_place(a, a.keys) ? score_in_place : score_copies;
@@ -126,15 +126,15 @@ void score_cells(const CellAttention& a, const CellMemory& m, const CellMemory::
     }
 }
 
-// The units in a number that was added to the anchor `times` times, as a count.
+// Returns how many units a sum has that started from the anchor; the anchor was added `times` times.
 Signed8 units(Counts8 sum, int64_t times) {
     return __builtin_bit_cast(Signed8, sum - static_cast<uint64_t>(times) * __builtin_bit_cast(uint64_t, kShareAnchor));
 }
 
 Counts8 counted(Doubles8 share) { return __builtin_bit_cast(Counts8, share + kShareAnchor); }
 
-// Makes scores [stride] shares: e^(score - greatest). Returns their sum in units; 0 where no cell is admitted, less where a score is no number.
-// Shares of cells that are left out are e^-87, far less than half a unit of any value.
+// Turns scores [stride] into shares, e^(score - greatest). Returns their sum in units: 0 if no cell is admitted, negative if a score is NaN.
+// The shares of cells that are not admitted are e^-87, which is far less than half a unit.
 int64_t share_cells(float* scores, int64_t stride) {
     Floats16 maxima = -__builtin_inff();
     Ints16 numbers = -1;
@@ -155,9 +155,9 @@ int64_t share_cells(float* scores, int64_t stride) {
     return __builtin_reduce_add(units(sum, stride / 8));
 }
 
-// The shares of some cells for one query, which are divided by a power of two: odd multiples of kShareStep.
+// Multiplies the shares of some cells for one query with `factor`, a power of two, and rounds them to odd multiples of kShareStep.
 void odd_shares(const float* shares, double factor, double* to) {
-    constexpr double kTwoSteps = 0x1.8p52 * 2 * kShareStep;  // has steps of two kShareStep
+    constexpr double kTwoSteps = 0x1.8p52 * 2 * kShareStep;  // neighbours of this double are two kShareStep apart
     for (int64_t j = 0; j < kCellsAtOnce; j += 8) {
         const Doubles8 share = __builtin_convertvector(load_as<Floats8>(shares + j), Doubles8) * factor;
         const Doubles8 odd = (share + kTwoSteps) - kTwoSteps + kShareStep;
@@ -165,15 +165,15 @@ void odd_shares(const float* shares, double factor, double* to) {
     }
 }
 
-// The least power of two that is not below what shares add up to.
+// Returns the smallest power of two that is at least the sum of shares.
 inline double power_above(int64_t units) {
     double power = 1;
     while (power < static_cast<double>(units) * kShareUnit) power *= 2;
     return power;
 }
 
-// Reads the dims [first, last) of some listed cells as panels of doubles, [dims / kCellPanel, cells, kCellPanel]. Zeros stand for values that
-// are no numbers, and the cell is noted.
+// Converts the dims [first, last) of some listed cells to panels of doubles, [dims / kCellPanel, cells, kCellPanel]. A value that is not a number
+// becomes 0, and its cell is marked as bad.
 template <RowType kType>
 void load_panels(const CellAttention& a, const CellMemory& m, const CellMemory::Own& own, int64_t cell, int64_t count, int64_t first, int64_t last) {
     for (int64_t j = 0; j < count; j++) {
@@ -201,7 +201,7 @@ void load_panels(const CellAttention& a, const CellMemory& m, const CellMemory::
     }
 }
 
-// sums[r * stride + i] += share of query r in value j, for all j. load(j, value) reads a panel of value j.
+// sums[r * stride + i] += share of query r and value j times value j, for all j. load(j, value) reads a panel of value j.
 template <int kQueries, class Load>
 [[gnu::always_inline]] inline void sum_cells(const double* shares, int64_t count, int64_t stride, double* sums, Load load) {
     Doubles sum[kQueries][kCellVectors];
@@ -219,7 +219,7 @@ template <int kQueries, class Load>
         for (int v = 0; v < kCellVectors; v++) __builtin_memcpy(sums + r * stride + v * kDoubles, &sum[r][v], sizeof(Doubles));
 }
 
-// Values whose dims [first, last) are fetched ahead, in as many parts as other values have panels.
+// The values whose dims [first, last) are prefetched next, divided into as many parts as the current values have panels.
 struct Fetched {
     const Cells& cells;
     const int32_t* list;
@@ -243,7 +243,7 @@ void sum_panels(const CellAttention& a, const CellMemory::Own& own, int64_t coun
     }
 }
 
-// Adds up the same dims of `count` values that begin at `rows`.
+// Adds up these dims of the `count` values at `rows`, without a copy.
 void sum_in_place(const CellAttention& a, const CellMemory::Own& own, const char* const* rows, int64_t count, const Fetched& next) {
     using Panel = float __attribute__((ext_vector_type(kCellPanel)));
     const int64_t first = next.first, dims = next.last - first;
@@ -260,7 +260,7 @@ void sum_in_place(const CellAttention& a, const CellMemory::Own& own, const char
     }
 }
 
-// Whether the dims [first, last) of all these float16 values are numbers, and none is greater than kGreatestValue.
+// Whether the dims [first, last) of all these float16 values are numbers, and none exceeds kGreatestValue.
 bool are_good(const char* const* rows, int64_t count, int64_t first, int64_t last) {
     Words32 greatest = 0;
     for (int64_t j = 0; j < count; j++)
@@ -296,7 +296,7 @@ void gather_cells(const CellAttention& a, const CellMemory& m, const CellMemory:
     }
 }
 
-// Whether a query attends to a cell whose values are no numbers.
+// Whether a query attends to a bad cell, which has a value that is not a number.
 bool sees_bad(const CellAttention& a, const CellMemory& m, const int32_t* list, int64_t count, int64_t query) {
     for (int64_t cell = 0; cell < count; cell++)
         if (m.bad[cell] && a.mask[query][list[cell]] != kLeftOut) return true;

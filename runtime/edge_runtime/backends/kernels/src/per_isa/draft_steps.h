@@ -1,4 +1,5 @@
-// What a draft step does between its products. Each file that includes it compiles it for its own instruction set; numbers are the same on all.
+// The operations of a draft step besides its matrix products. Each file that includes this header compiles it for its own instruction set; the results
+// are the same on all.
 #pragma once
 #include "draft/steps.h"
 #include "per_isa/attend_cells.h"
@@ -40,12 +41,12 @@ void draft_rotate(float* x, int64_t dim, const float* cosine, const float* sine)
     });
 }
 
-// Queries whose scores are added up at once: a draft has few.
+// How many queries' scores are added up at once; a draft has few queries.
 constexpr int kDraftBlock = kScoreQueries < kDraftQueries ? 2 : kDraftQueries;
-constexpr int64_t kDraftRows = 16;  // values that are read side by side
-constexpr int64_t kKeysAhead = 8;   // of those that are read, keys are fetched
+constexpr int64_t kDraftRows = 16;  // how many values are added up at once
+constexpr int64_t kKeysAhead = 8;   // how many keys ahead of their use keys are prefetched
 
-// Fetches some rows into the nearest cache ahead of their use.
+// Prefetches some rows into the first level cache.
 template <RowType kType>
 [[gnu::always_inline]] inline void fetch_draft_rows(const char* const* rows, int64_t first, int64_t last, int64_t dim) {
     const int64_t bytes = dim / values_of_unit(kType) * static_cast<int64_t>(bytes_of_unit(kType));
@@ -59,7 +60,7 @@ void draft_span(const VisibleRows& rows, const float* queries, int64_t first, in
     const char *keys[kDraftSpan], *values[kDraftSpan];
     const float* query_at[kQueries];
     for (int64_t j = 0; j < kDraftSpan; j++) {
-        const int64_t number = first + (j < count ? j : count - 1);  // scores are computed for several keys at once
+        const int64_t number = first + (j < count ? j : count - 1);  // repeats the last key, since scores are computed for several keys at once
         const size_t row = static_cast<size_t>(rows.cells ? rows.cells[number] : number);
         keys[j] = rows.keys + row * rows.key_step, values[j] = rows.values + row * rows.value_step;
     }
@@ -97,7 +98,7 @@ void draft_spans(const VisibleRows& rows, const float* queries, int64_t first, i
     }
 }
 
-// The states of the queries lie in front of as many that are work memory.
+// `states` begins with the states of the queries, followed by the same number of states as work memory.
 template <RowType kType>
 void draft_attend_type(const VisibleRows& rows, const float* queries, int64_t count, int64_t first, int64_t last, float* states) {
     float* next = states + count * (rows.dim + 2);
@@ -121,13 +122,13 @@ void draft_attend(const VisibleRows& rows, const float* queries, int64_t count, 
 
 constexpr float kLeast = -__builtin_inff();
 
-// NaN counts as the least.
+// Returns the greatest value of a line. NaN counts as the smallest value.
 float greatest_of_line(const float* values) {
     const Floats16 line = load16(values);
     return __builtin_reduce_max(line == line ? line : Floats16(kLeast));
 }
 
-// The first of a line that equals `value`; 16 where none does.
+// Returns the first index in a line with this value, or 16.
 int64_t place_in_line(const float* values, float value) {
     int64_t at = 0;
     while (at < kLanes && values[at] != value) at++;
@@ -149,7 +150,7 @@ void draft_greatest(float* values, int64_t count, int64_t top, float* maxima, in
             place = line * kLanes + place_in_line(values + line * kLanes, greatest);
             values[place] = kLeast;
             maxima[line] = greatest_of_line(values + line * kLanes);
-        } else {  // only values that are no numbers are left: the first places that were not chosen
+        } else {  // only NaN are left: takes the first indices that were not chosen yet
             for (int64_t other = 0; other < n; other++)
                 if (places[other] == place) place++, other = -1;
         }

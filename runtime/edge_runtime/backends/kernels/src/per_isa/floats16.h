@@ -1,4 +1,4 @@
-// Sixteen floats at once, in the operations of any instruction set: the numbers are the same on all.
+// Vectors of 16 floats, for any instruction set; the results are the same on all.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -18,7 +18,7 @@ Floats16 load16(const float* from) {
     return value;
 }
 
-// `count` lanes, zeros behind them.
+// Loads `count` lanes; the others are 0.
 Floats16 load16(const float* from, int64_t count) {
     Floats16 value = 0;
     __builtin_memcpy(&value, from, static_cast<size_t>(count) * 4);
@@ -36,7 +36,7 @@ float total(Floats16 value) {
     return (four.x + four.z) + (four.y + four.w);
 }
 
-// e^x for x <= 0; below -87 it stays at e^-87, and NaN stays NaN, which a maximum would drop. Polynomial: Cephes, expf.
+// e^x for x <= 0. Below -87 the result is e^-87. NaN stays NaN, which is why a comparison is used and not a maximum. Polynomial: Cephes, expf.
 Floats16 exp16(Floats16 x) {
     x = x < Floats16(-87.0f) ? Floats16(-87.0f) : x;
     const Floats16 shifted = __builtin_elementwise_fma(x, Floats16(1.44269504f), Floats16(12582912.0f));

@@ -1,18 +1,18 @@
-// Functions of single values between products. Each file that includes it compiles it for its own instruction set; the numbers are the same.
+// Elementwise functions between products. Each file that includes this header compiles it for its own instruction set; the results are the same on all.
 #pragma once
 #include "per_isa/floats16.h"
 
 namespace edge {
 namespace {
 
-// 1 / x for 1 <= x <= 2: two of Newton's steps from the parabola whose greatest error is least, a hundredth; much cheaper than a division.
+// 1 / x for 1 <= x <= 2: two Newton steps from the minimax parabola, whose error is a hundredth. Much cheaper than a division.
 Floats16 inverse16(Floats16 x) {
     Floats16 y = __builtin_elementwise_fma(__builtin_elementwise_fma(x, Floats16(0.323231846f), Floats16(-1.45454395f)), x, Floats16(2.12121105f));
     for (int step = 0; step < 2; step++) y = __builtin_elementwise_fma(y, __builtin_elementwise_fma(-x, y, Floats16(1)), y);
     return y;
 }
 
-// 2^x for -126 <= x <= 0. Polynomial on [-1/2, 1/2] whose greatest error is least: 9.3e-8.
+// 2^x for -126 <= x <= 0, by the minimax polynomial on [-1/2, 1/2]; its error is 9.3e-8.
 Floats16 exp2_16(Floats16 x) {
     const Floats16 shifted = x + 12582912.0f, rest = x - (shifted - 12582912.0f);
     Floats16 sum = Floats16(1.34072592e-3f);
@@ -31,16 +31,16 @@ Floats16 tanh16(Floats16 x) {
     return size < Floats16(0.625f) ? small : x < Floats16(0) ? -large : large;
 }
 
-// x / 2 * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 x^3): GELU as Gemma has it (arXiv 1606.08415). It is x / (1 + e^-2u), which keeps its
-// digits where tanh(u) is nearly -1. Powers are of 2: 2u * log2(e) = x * (2.3022082 + 0.10294324 x^2).
+// Gemma's GELU (arXiv 1606.08415): x / 2 * (1 + tanh(u)), u = sqrt(2 / pi) * (x + 0.044715 x^3). It is computed as x / (1 + e^-2u), which does not lose
+// digits where tanh(u) is nearly -1. The power is one of 2: 2u * log2(e) = x * (2.3022082 + 0.10294324 x^2).
 Floats16 gelu16(Floats16 x) {
     const Floats16 exponent = x * __builtin_elementwise_fma(x * x, Floats16(0.10294324f), Floats16(2.3022082f));
     const Floats16 size = -__builtin_elementwise_abs(exponent), least = -126.0f;
-    const Floats16 power = exp2_16(size < least ? least : size) - 0x1p-126f;  // 0 where it is least
+    const Floats16 power = exp2_16(size < least ? least : size) - 0x1p-126f;  // 0 at the smallest exponent
     return x * ((x < Floats16(0) ? power : Floats16(1)) * inverse16(1.0f + power));
 }
 
-// Calls `part` with the place and the number of up to 16 values at a time.
+// Calls `part` with the index and the number of up to 16 values at a time.
 template <class Part>
 void each_lanes(int64_t count, Part part) {
     int64_t at = 0;

@@ -1,10 +1,10 @@
-// The multiplication, written once over the vectors of an instruction set. An `Isa` has `width` lanes (16, 8 or 4) of int32 and float32.
+// The multiplication, written once for all instruction sets. The vectors of an `Isa` have `width` lanes (16, 8 or 4) of int32 or float32.
 #pragma once
 #include "layout.h"
 
 namespace edge {
 
-// What is unpacked at once: lines, the registers of bytes that they become, each with four inputs, and the octets of inputs in them.
+// A group is what is unpacked at once: some lines. They become registers of bytes ("parts"), each with four inputs of every output.
 template <int kBits>
 struct Group {
     static constexpr int lines = kBits == 5 ? 5 : kBits == 6 ? 3 : kBits == 8 ? 2 : 1;
@@ -12,20 +12,20 @@ struct Group {
     static constexpr int inputs = octets * kOctet;
 };
 
-// How many groups' products an instruction set without dot products adds up in 16 bits, before it adds them to 32; 0 where it does not.
+// How many groups of products are added up in 16 bits before they are added to 32 bits, on an instruction set without dot products; 0 if none are.
 template <class Isa, int kBits>
 constexpr int short_groups() {
     if constexpr (requires { Isa::template kShortGroups<kBits>; }) return Isa::template kShortGroups<kBits>;
     return 0;
 }
-// Not for the few rows that the set adds in 32 bits all along.
+// Whether products are added up in 16 bits first. For few rows, an instruction set may add them in 32 bits at once.
 template <class Isa, int kBits>
 constexpr bool adds_short(int rows) {
     if constexpr (short_groups<Isa, kBits>() > 0) return rows > Isa::kLongRows;
     return false;
 }
 
-// As add_products below, in 16 bits first: no sum of so many groups leaves them.
+// Does what add_products does, but adds in 16 bits first; the sums of this many groups cannot overflow.
 template <class Isa, int kBits, int kRows, int kVectors>
 [[gnu::always_inline]] inline void add_short_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t pitch,
                                                       typename Isa::Ints (&sum)[kRows][kVectors]) {
@@ -56,14 +56,14 @@ template <class Isa, int kBits, int kRows, int kVectors>
     }
 }
 
-// Weights from line `line` of a tile, which begins at `weights`, by `count` groups of rounded inputs: row r begins at levels + r * kOctet, and its
-// octets are `pitch` bytes apart.
+// Adds to `sum` the products of `count` groups of weights, which begin at `weights`, and of rounded inputs. Row r of the inputs begins at
+// levels + r * kOctet, and its octets are `pitch` bytes apart.
 template <class Isa, int kBits, int kRows, int kVectors>
 [[gnu::always_inline]] inline void add_products(const uint8_t* const (&weights)[kVectors], int64_t count, const int8_t* levels, int64_t pitch,
                                                 typename Isa::Ints (&sum)[kRows][kVectors]) {
     using Each = Group<kBits>;
     if constexpr (adds_short<Isa, kBits>(kRows)) return add_short_products<Isa, kBits, kRows, kVectors>(weights, count, levels, pitch, sum);
-    // A constant count would be unrolled whole: more sums than registers, as the next group's products do not wait for these.
+    // Without this limit, a constant count would be unrolled completely and the groups interleaved, which needs more sums than there are registers.
 #pragma clang loop unroll_count(kRows * kVectors <= 4 ? 2 : 1)
     for (int64_t g = 0; g < count; g++, levels += Each::octets * pitch) {
         typename Isa::template Weights<kBits> w[kVectors];
@@ -77,7 +77,7 @@ template <class Isa, int kBits, int kRows, int kVectors>
                 }
         }
         if constexpr (Isa::kByPart) {
-            // All rows before the next part: a sum waits for its last product meanwhile.
+            // All rows of a part come before the next part, so that a sum need not wait for its previous product.
             for (int p = 0; p < Each::parts; p++)
                 for (int r = 0; r < kRows; r++) {
                     const typename Isa::Ints x = Isa::four(levels + p / 2 * pitch + r * kOctet + p % 2 * 4);
@@ -93,17 +93,17 @@ template <class Isa, int kBits, int kRows, int kVectors>
     }
 }
 
-// A part of the inputs. Results of the blocks before it are where products go.
+// A range of blocks of the inputs. The results of earlier blocks are read from the memory of the products.
 struct Blocks {
     int64_t first, last;
 };
 
-// Where the weights and scales of several vectors lie, from a block on, and their results.
+// The addresses of the weights and scales of several vectors, from a block on; and their results.
 template <class Isa, int kRows, int kVectors>
 struct Vectors {
     const uint8_t* weights[kVectors];
     const uint8_t* scales[kVectors];
-    int64_t lane[kVectors];  // the first of the tile's outputs
+    int64_t lane[kVectors];  // the vector's first output within the tile
     typename Isa::Floats result[kRows][kVectors];
 
     [[gnu::always_inline]] Vectors(const PackedMatrix& m, int64_t vector, int64_t block) {
@@ -116,7 +116,7 @@ struct Vectors {
             for (int r = 0; r < kRows; r++) result[r][v] = Isa::zero();
         }
     }
-    // Calls `use` with each of `rows` rows' results, the place of its outputs and their number.
+    // Calls `use` with the results of each of `rows` rows, the address of its outputs, and their number.
     template <class Use>
     [[gnu::always_inline]] void each_result(const PackedMatrix& m, int64_t rows, int64_t row, int64_t vector, const Products& out, Use use) {
         for (int v = 0; v < kVectors; v++) {
@@ -126,7 +126,7 @@ struct Vectors {
                 if (r < rows) use(result[r][v], out.at(row + r, at), left < Isa::width ? left : Isa::width);
         }
     }
-    // What earlier blocks came to.
+    // Loads the results of earlier blocks.
     [[gnu::always_inline]] void load(const PackedMatrix& m, int64_t rows, int64_t row, int64_t vector, const Products& out) {
         each_result(m, rows, row, vector, out, [](typename Isa::Floats& value, const float* from, int64_t count) { value = Isa::load(from, count); });
     }
@@ -135,7 +135,7 @@ struct Vectors {
     }
 };
 
-// `kBlock` inputs share a scale, known when this is compiled; 0 where they are not.
+// `kBlock`: how many inputs share a scale, if that is known at compile time, else 0.
 template <class Isa, int kBits, int kBlock, int kRows, int kVectors>
 [[gnu::always_inline]] inline void multiply_blocks(const PackedMatrix& m, const RoundedRows& a, int64_t row, int64_t vector, Blocks part, const Products& out) {
     const int64_t groups = (kBlock ? kBlock : m.block) / Group<kBits>::inputs, scale_bytes = m.scale_bytes();
@@ -205,13 +205,13 @@ template <class Isa, int kBits, int kRows, int kVectors>
     at.store(m, kRows, row, vector, out);
 }
 
-// Rows of a panel, by some blocks of the inputs.
+// Some rows of a panel.
 struct RowGroup {
     const RoundedRows& panel;
     int64_t first, count;
 };
 
-// As many vectors at once as registers hold beside the sums of these rows; whole tiles come in groups of so many.
+// Multiplies as many vectors at once as there are registers for, given this number of rows; tiles are padded to whole groups of vectors.
 template <class Isa, int kBits, int kBlock, int kRows>
 void multiply_rows(const PackedMatrix& m, const RowGroup& rows, int64_t first, int64_t last, Blocks part, const Products& out) {
     constexpr int kVectors = Isa::vectors(kRows, adds_short<Isa, kBits>(kRows));
@@ -226,8 +226,8 @@ void multiply_few_rows(const PackedMatrix& m, const RowGroup& rows, int64_t firs
     if constexpr (kRows > 1) multiply_few_rows<Isa, kBits, kBlock, kRows - 1>(m, rows, first, last, part, out);
 }
 
-// Calls `use` with a part of the inputs, some tiles, rows of a panel of at most `limit`, and where their products go. Of a part the weights of
-// two tiles stay in the nearest cache and all panels in the next.
+// Calls `use` with a range of blocks, some tiles, at most `limit` rows of a panel, and where their products go. Ranges are so large that the weights of
+// two tiles stay in the first level cache, and all panels in the second.
 template <class Use>
 [[gnu::always_inline]] inline void each_group(const PackedMatrix& m, const RoundedRows& a, int64_t limit, int64_t first, int64_t last, const Products& out, Use use) {
     constexpr int64_t kInputs = 1024, kTiles = 2;

@@ -1,4 +1,4 @@
-// Products of float weights. Each file that includes it compiles it for its own instruction set; the numbers are the same.
+// Products with float weights. Each file that includes this header compiles it for its own instruction set; the results are the same on all.
 #pragma once
 #include "layout.h"
 #include "per_isa/floats16.h"
@@ -6,7 +6,7 @@
 namespace edge {
 namespace {
 
-// 16 weights, of which the last may lie behind the row's end, as floats.
+// Loads 16 weights as floats; the last ones may be beyond the end of the row.
 template <FloatType kType>
 struct FloatWeights;
 
@@ -70,7 +70,7 @@ void multiply_block(const FloatProduct& p, int64_t output, int64_t row) {
         }
 }
 
-// The rows [row, end) of kOutputs outputs.
+// Computes kOutputs outputs of the rows [row, end).
 template <FloatType kType, int kOutputs>
 void multiply_rows_of(const FloatProduct& p, int64_t output, int64_t row, int64_t end) {
     for (; row + 4 <= end; row += 4) multiply_block<kType, kOutputs, 4>(p, output, row);
@@ -78,10 +78,10 @@ void multiply_rows_of(const FloatProduct& p, int64_t output, int64_t row, int64_
     if (row < end) multiply_block<kType, kOutputs, 1>(p, output, row);
 }
 
-// kOutputs of a matrix are multiplied at a time: as many sums as registers hold.
+// Computes kOutputs outputs at a time, so that all sums fit into registers.
 template <int kOutputs>
 struct FloatKernels {
-    static constexpr int64_t kRowsAtOnce = 16;  // which the cache keeps while outputs pass
+    static constexpr int64_t kRowsAtOnce = 16;  // rows that stay in the cache while outputs are computed
 
     template <FloatType kType>
     static void multiply_type(const FloatProduct& p, int64_t first, int64_t last) {

@@ -1,13 +1,13 @@
-// Sums of products that stay in registers, for attention. Each file that includes it compiles it for its own instruction set: how many sums fit
-// its registers differs, the numbers do not.
+// Sums of products that stay in registers, for attention. Each file that includes this header compiles it for its own instruction set. These differ in
+// how many sums fit into registers, but the results are the same.
 #pragma once
 #include "per_isa/floats16.h"
 
 namespace edge {
 namespace {
 
-// Lanes of a register; queries and keys whose scores, and queries and registers of values whose sums, are added up at once. A block of eight
-// queries is cut into equal parts.
+// The lanes of a register (kWidth); how many queries and keys are multiplied at once for scores; and how many queries and registers of values for sums
+// of values. A block of eight queries is cut into equal parts.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16, kScoreQueries = 4, kSumQueries = 8, kFewBlock = 8;
 #elif defined(__AVX2__)
@@ -16,7 +16,7 @@ constexpr int kWidth = 8, kScoreQueries = 3, kSumQueries = 6, kFewBlock = 4;
 constexpr int kWidth = 4, kScoreQueries = 4, kSumQueries = 8, kFewBlock = 8;
 #endif
 constexpr int kScoreKeys = 4, kSumVectors = 2;
-constexpr int kGroups = kLanes / kWidth;  // registers of 16 lanes
+constexpr int kGroups = kLanes / kWidth;  // how many registers make 16 lanes
 
 using Register = float __attribute__((ext_vector_type(kWidth)));
 
@@ -38,7 +38,7 @@ using Register = float __attribute__((ext_vector_type(kWidth)));
     else if (count > 0) __builtin_memcpy(to, &value, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Calls `work` with blocks of at most kMost of `count` rows.
+// each_block calls `work` with blocks of kMost of `count` rows, and last_block with the remaining rows as one smaller block.
 template <int kMost, class Work>
 [[gnu::always_inline]] inline void last_block(int64_t row, int64_t count, Work& work) {
     if constexpr (kMost > 0) {
@@ -53,7 +53,7 @@ void each_block(int64_t count, Work work) {
     last_block<kMost - 1>(row, count - row, work);
 }
 
-// What `total` makes of each of four keys' 16 lanes, of which register g holds the lanes from g * kWidth on.
+// Does what `total` does, for the 16 lanes of each of four keys. Register g has the lanes from g * kWidth on.
 [[gnu::always_inline]] inline Floats4 totals(const Register (&sums)[kGroups][kScoreKeys]) {
     Floats8 first, second;  // four lanes of the first and second key, and of the third and fourth
 #if defined(__AVX512F__)
@@ -76,13 +76,13 @@ void each_block(int64_t count, Work work) {
     for (int k = 0; k < kScoreKeys; k++) of[k] = (sums[0][k] + sums[2][k]) + (sums[1][k] + sums[3][k]);
     first = __builtin_shufflevector(of[0], of[1], 0, 1, 2, 3, 4, 5, 6, 7), second = __builtin_shufflevector(of[2], of[3], 0, 1, 2, 3, 4, 5, 6, 7);
 #endif
-    // Lanes 0 and 2, and 1 and 3, of each key, side by side: keys 0, 2, 1, 3.
+    // Adds lanes 0 and 2, and lanes 1 and 3, of each key; the keys are in the order 0, 2, 1, 3.
     const Floats8 pairs = __builtin_shufflevector(first, second, 0, 1, 8, 9, 4, 5, 12, 13) + __builtin_shufflevector(first, second, 2, 3, 10, 11, 6, 7, 14, 15);
     return __builtin_shufflevector(pairs, pairs, 0, 4, 2, 6) + __builtin_shufflevector(pairs, pairs, 1, 5, 3, 7);
 }
 
 #if defined(__AVX512F__)
-// The same of four queries by four keys at once, query by query: fewer steps for each.
+// The same for four queries and four keys at once, in the order of queries, which takes fewer steps per query.
 [[gnu::always_inline]] inline Floats16 all_totals(const Register (&sums)[4][kGroups][kScoreKeys]) {
     const auto halves = [](Floats16 one, Floats16 other) {
         return __builtin_shufflevector(one, other, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -112,9 +112,9 @@ void each_block(int64_t count, Work work) {
         for (int64_t k = 0; k < keys; k++) to[k] = scores[k];
 }
 
-// scores[r * stride + k] = query r times key k, for `keys` of them, at most kScoreKeys. load(k, at) has the lanes of key k from `at` on, those
-// of all kScoreKeys; load(k, at, count) `count` of them, and zeros. A score is the sum of 16 lanes, each of which adds up every 16th product:
-// whatever else is scored beside it.
+// scores[r * stride + k] = query r times key k, for `keys` keys, at most kScoreKeys. load(k, at) loads the lanes of key k from `at` on, and must work for
+// all kScoreKeys; load(k, at, count) loads `count` of them, and zeros. A score is the sum of 16 lanes, each of which adds up every 16th product, so it
+// does not depend on what else is computed with it.
 template <int kQueries, class Load>
 [[gnu::always_inline]] inline void score_block(const float* const* query_at, int64_t dim, float* scores, int64_t stride, int64_t keys, Load load) {
     Register sums[kQueries][kGroups][kScoreKeys];
@@ -147,8 +147,8 @@ template <int kQueries, class Load>
     for (int r = 0; r < kQueries; r++) store_scores(scores + r * stride, totals(sums[r]), keys);
 }
 
-// out[r * out_stride + i] += share of query r in value j, for `count` values in order, and i below `lanes`, at most kVectors registers.
-// load(j, v) has register v of value j.
+// out[r * out_stride + i] += share of query r and value j times value j, for `count` values in order, and i below `lanes`, at most kVectors registers.
+// load(j, v) loads register v of value j.
 template <int kQueries, int kVectors, class Load>
 [[gnu::always_inline]] inline void sum_block(const float* shares, int64_t share_stride, int64_t count, float* out, int64_t out_stride, int64_t lanes, Load load) {
     Register sum[kQueries][kVectors];

@@ -1,4 +1,4 @@
-// Rounds one row's blocks to int8. Each file that includes it compiles it for its own instruction set; the numbers are the same.
+// Rounds the blocks of a row to int8. Each file that includes this header compiles it for its own instruction set; the results are the same on all.
 #pragma once
 #include "layout.h"
 #include "per_isa/floats16.h"
@@ -9,7 +9,7 @@ namespace {
 using Counts16 = uint32_t __attribute__((ext_vector_type(16)));
 using Levels16 = int8_t __attribute__((ext_vector_type(16)));
 
-// Of a multiple of 16 values. Magnitudes compare like their bits, and NaN is above all of them: its scale makes the row's results NaN.
+// Returns the greatest magnitude of a multiple of 16 values. Magnitudes are compared by their bits; NaN is the greatest, and makes the row's results NaN.
 float greatest_of(const float* values, int64_t count) {
     Counts16 greatest = 0;
     for (int64_t i = 0; i < count; i += kLanes)
@@ -17,10 +17,10 @@ float greatest_of(const float* values, int64_t count) {
     return __builtin_bit_cast(float, __builtin_reduce_max(greatest));
 }
 
-// Adding 1.5 * 2^23 rounds to the nearest even integer, which then stands in the low bits.
+// Adding 1.5 * 2^23 rounds to the nearest integer, ties to even; the integer is then in the low bits.
 constexpr float kShift = 12582912.0f;
 
-// A multiple of 16 values, which `scaled` makes levels that are not rounded yet; their octets go `pitch` bytes apart. Returns the sum of levels.
+// Rounds a multiple of 16 values, which `scaled` divides by the scale, to levels; writes them as octets `pitch` bytes apart. Returns the sum of levels.
 template <class Scaled>
 int32_t round_values(const float* values, int64_t count, int8_t* octets, int64_t pitch, Scaled scaled) {
     Ints16 sum = 0;
@@ -34,7 +34,7 @@ int32_t round_values(const float* values, int64_t count, int8_t* octets, int64_t
     return __builtin_reduce_add(sum);
 }
 
-// What is no number stays so.
+// Divides by a static scale and clamps to -128 and 127. NaN stays NaN.
 Floats16 static_levels(Floats16 values, float scale) {
     Floats16 levels = values / scale;
     levels = levels < Floats16(-128) ? Floats16(-128) : levels;
@@ -49,7 +49,7 @@ void round_levels(float* values, int64_t count, float scale) {
     }
 }
 
-// `Isa` says which zero point its 8-bit levels have.
+// Some instruction sets use signed 8-bit levels, whose zero point is 0 (`Isa::kSigned8`).
 template <class Isa>
 void round_row(const float* values, const PackedMatrix& m, int64_t first, int64_t last, int64_t row, const RoundedRows& to) {
     const int32_t zero = m.bits == 8 && Isa::kSigned8 ? 0 : m.zero();

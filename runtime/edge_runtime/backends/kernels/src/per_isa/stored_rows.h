@@ -1,4 +1,5 @@
-// Rows of keys and values as they are stored, read as floats. Each file that includes it compiles it for its own instruction set.
+// Reads rows of keys and values, in the types in which they are stored, as floats. Each file that includes this header compiles it for its own
+// instruction set.
 #pragma once
 #include "draft/steps.h"
 #include "per_isa/register_blocks.h"
@@ -21,7 +22,7 @@ inline float half_at(const char* from) {
     return static_cast<float>(value);
 }
 
-// kCount values of a row, from a multiple of kCount on, which divides 16.
+// Loads kCount values of a row from `at` on; `at` is a multiple of kCount, and kCount divides 16.
 template <RowType kType, int kCount>
 [[gnu::always_inline]] inline auto load_values(const char* row, int64_t at) {
     using Values = float __attribute__((ext_vector_type(kCount)));
@@ -42,7 +43,7 @@ template <RowType kType, int kCount>
     }
 }
 
-// 16 values of a row of `dim`, with zeros behind its end.
+// Loads 16 values of a row of `dim` values; those beyond its end are 0.
 template <RowType kType>
 [[gnu::always_inline]] inline Floats16 load_values(const char* row, int64_t at, int64_t dim) {
     if (at + kLanes <= dim) return load_values<kType, kLanes>(row, at);
@@ -51,7 +52,7 @@ template <RowType kType>
         if (at < dim) __builtin_memcpy(&last, row + at * 2, static_cast<size_t>(dim - at) * 2);
         return __builtin_convertvector(last, Floats16);
     }
-    return 0;  // other types have whole blocks
+    return 0;  // not reached: rows of other types consist of whole blocks
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the 256-bit variants share: 8 outputs to a register. They differ in how four multiplications are added up.
+// Common code of the 256-bit variants, which have 8 outputs per register. They differ in how four products are added up.
 #pragma once
 #include <immintrin.h>
 
@@ -15,7 +15,7 @@ struct Avx2Base {
     static constexpr bool fetches_ahead(int) { return true; }
     static constexpr bool kFetchesScales = false;
     static constexpr int64_t ahead() { return kAhead; }
-    // 16 registers hold sums and results of few rows. Sums in 16 bits leave no room for results, which lie in the nearest cache meanwhile.
+    // The 16 registers hold the sums and results of a few rows. With sums in 16 bits there is no room for results, which stay in the first level cache.
     static constexpr int rows(bool adds_short) { return adds_short ? 8 : 6; }
     static constexpr int vectors(int rows, bool adds_short) { return rows <= 1 ? 4 : rows <= (adds_short ? 5 : 2) ? 2 : 1; }
 

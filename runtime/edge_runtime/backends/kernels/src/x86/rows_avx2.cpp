@@ -1,5 +1,5 @@
-// AVX2 without VNNI. Pairs of products are added in 16 bits: levels of at most 31 times 127 leave room for four of them, of 63 for two; 8-bit
-// levels are made signed, and their magnitudes take the products' signs from the activations, so that no sum leaves 16 bits either.
+// AVX2 without VNNI. Pairs of products are added in 16 bits. With levels of at most 31, times 127, four products fit; with levels of at most 63, two.
+// 8-bit levels are made signed, and their signs are moved to the activations, so that sums of two products fit too.
 #include "x86/isa_avx2.h"
 #include "per_isa/attend_cells.h"
 #include "per_isa/draft_steps.h"
@@ -14,9 +14,9 @@ namespace {
 struct Avx2 : Avx2Base {
     static constexpr bool kSigned8 = true, kByPart = false;
     using Shorts = Ints;
-    // For a row or two the sums' way into 32 bits costs less than it saves: these wait for memory.
+    // One or two rows are added in 32 bits at once: they wait for memory anyway, so the additional steps cost nothing.
     static constexpr int kLongRows = 2, kPartsAtOnce = 1;
-    // 16 products of 15 times 128, or 85 of 3 times 128 (static scales), fit 16 bits: two of them are a part's, and a group has two or four parts.
+    // 16 bits hold 16 products of 15 times 128, or 85 of 3 times 128 (static scales). A part has two products, and a group two or four parts.
     template <int kBits>
     static constexpr int kShortGroups = kBits == 4 ? 4 : kBits == 2 ? 8 : 0;
 
@@ -55,7 +55,7 @@ private:
     }
 };
 
-// Static scales round to -128 too, whose products with levels of -128 leave 16 bits in pairs: bytes are made words first.
+// Static scales can round to -128. Two products of -128 and levels of -128 do not fit 16 bits, so bytes are widened to words first.
 struct Avx2Static : Avx2 {
     template <int kBits>
     static Ints dot(Ints sum, const Weights<kBits>& w, const Inputs<kBits>& x) {

@@ -1,4 +1,4 @@
-// AVX-512 with VNNI: 16 outputs to a register, four multiplications to a lane.
+// AVX-512 with VNNI: 16 outputs per register, and four products per lane in one instruction.
 #include <immintrin.h>
 
 #include "per_isa/attend_cells.h"
@@ -19,12 +19,12 @@ struct Avx512Vnni {
     using Floats = __m512;
     static constexpr bool fetches_ahead(int) { return true; }
     static int64_t ahead() { return bytes_ahead; }
-    // For a row or two one tile at a time: one stream of memory, which the processor fetches ahead by itself too. For 3 to 5 rows two tiles,
-    // so that dot products of twice as many sums wait for each other less; more rows have enough sums.
+    // One or two rows take one tile at a time: that is a single stream of memory, which the processor also prefetches by itself. 3 to 5 rows take two
+    // tiles, since with twice as many sums, dot products wait less for each other. More rows have enough sums.
     static constexpr int rows(bool) { return kMaxRows; }
     static constexpr int vectors(int rows, bool) { return rows > 2 && rows <= 5 ? 2 : 1; }
 
-    // A group's inputs of 16 outputs, as registers of bytes.
+    // The weights of a group for 16 outputs, as registers of bytes.
     template <int kBits>
     struct Weights {
         Ints part[Group<kBits>::parts];
