@@ -84,14 +84,14 @@ def usable_backends(bundle: Bundle, requested: BackendKind | None) -> list[Backe
     """
     if requested is not None and requested not in BACKENDS:
         raise RequestError(f"backend {requested!r} is unknown; choose one of {', '.join(BACKENDS)}")
-    held = [kind for kind, card in CARDS.items() if bundle.has("target", card.format)]
-    if requested is not None and requested not in held:
+    present = [kind for kind, card in CARDS.items() if bundle.has("target", card.format)]
+    if requested is not None and requested not in present:
         format = CARDS[requested].format
         raise BundleError(f"{bundle.folder} has no {format} model for the {requested} backend; export it again with --format {format}")
-    if not held:
+    if not present:
         formats = " nor ".join(card.format for card in CARDS.values())
         raise BundleError(f"{bundle.folder} has neither a {formats} model; export the bundle again")
-    candidates = [requested] if requested is not None else held
+    candidates = [requested] if requested is not None else present
     usable = [kind for kind in candidates if find_spec(CARDS[kind].library) is not None]
     if usable:
         return usable

@@ -99,10 +99,10 @@ def overhead_and_step(drafted: Sequence[int], seconds: Sequence[float]) -> tuple
 
     `drafted` are the numbers of tokens, `seconds` the times.
     """
-    made = [(count, times) for count, times in zip(drafted, seconds, strict=True) if count]
-    if not made:
+    timed = [(count, times) for count, times in zip(drafted, seconds, strict=True) if count]
+    if not timed:
         return 0.0, MIN_SECONDS
-    counts, times = np.array(made).T
+    counts, times = np.array(timed).T
     if len(set(counts)) > 1:
         apart = counts - counts.mean()
         step = (apart * times).sum() / (apart * apart).sum()

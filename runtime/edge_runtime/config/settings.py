@@ -295,9 +295,9 @@ def load_settings(
         layers.append(config if isinstance(config, SpeculativeConfig) else read_config(config))
     if preset is not None:
         layers.append(preset_of(preset))
-        made = bundle.file("target").quantization or "of unknown precision"
-        if preset in _FOR_FOUR_BITS and not made.startswith("q4"):
-            notify(f"preset {preset} is meant for a 4-bit model, this one is {made}; edge-export pair --preset {preset} makes one")
+        quantization = bundle.file("target").quantization or "of unknown precision"
+        if preset in _FOR_FOUR_BITS and not quantization.startswith("q4"):
+            notify(f"preset {preset} is meant for a 4-bit model, this one is {quantization}; edge-export pair --preset {preset} makes one")
     if os.path.lexists(bundle.folder / CONFIG_NAME):
         layers.append(read_config(bundle.folder / CONFIG_NAME, of_bundle=True))
     return resolve_settings(layers, bundle)
@@ -349,9 +349,9 @@ def _check_files(config: SpeculativeConfig, bundle: Bundle) -> None:
                 f"{section.name}.model is {section.model!r}, but {bundle.folder} was made from {source.origin!r};"
                 " export that model with edge-export, or correct the key"
             )
-        made = bundle.file(role).quantization if section.precision is not None and bundle.has(role) else None
-        if section.precision is not None and made is not None and section.precision.lower() != made:
+        quantization = bundle.file(role).quantization if section.precision is not None and bundle.has(role) else None
+        if section.precision is not None and quantization is not None and section.precision.lower() != quantization:
             raise ConfigError(
-                f"{section.name}.precision is {section.precision!r}, but the {role} in {bundle.folder} is {made};"
+                f"{section.name}.precision is {section.precision!r}, but the {role} in {bundle.folder} is {quantization};"
                 " export it again with this precision, or correct the key"
             )

@@ -74,7 +74,7 @@ class Decoding:
         self._began = 0.0  # time at which the round began
         self._proposals = proposals
         self._proposal = NO_PROPOSAL
-        self._from: list[str] = []
+        self._sources: list[str] = []
 
     def move(self, target: Target, policy: DraftLengthPolicy | None) -> None:
         """Continues with another target, whose cache holds the same tokens, and with another policy unless `policy` is None."""
@@ -121,10 +121,10 @@ class Decoding:
             drafted, drafts = self.rule.cut(drafts), []
         elif self._plan.offered:
             drafts = list(self._proposal.guess.tokens[: self._plan.offered])
-            self._from = [self._proposal.guess.source] * len(drafts)
+            self._sources = [self._proposal.guess.source] * len(drafts)
         else:
             drafted = drafts = self.rule.cut(drafts)
-            self._from = [MODEL] * len(drafts)
+            self._sources = [MODEL] * len(drafts)
             drafts = drafts + self._extension(drafts)
         verified, padding = self._plan.to_verify(len(drafts))
         self._drafts = drafts[:verified]
@@ -151,7 +151,7 @@ class Decoding:
             return []
         guess, chances = self._propose(drafts)
         tokens = list(guess.tokens[: self._plan.extend(len(drafts), chances)])
-        self._from += [guess.source] * len(tokens)
+        self._sources += [guess.source] * len(tokens)
         return tokens
 
     def timing(self, draft_seconds: float, verify_seconds: float, *others: Decoding) -> Timing:
@@ -168,7 +168,7 @@ class Decoding:
             requests=len(sharing),
         )
 
-    def _whole(self, timing: Timing) -> Timing:
+    def _whole_round(self, timing: Timing) -> Timing:
         """Counts the whole round except drafting as verify time: with a small pair, planning and choosing tokens are a large part."""
         return timing._replace(verify_seconds=max(timing.verify_seconds, time.perf_counter() - self._began - timing.draft_seconds))
 
@@ -187,13 +187,13 @@ class Decoding:
         self._target.rollback(self._start + len(tokens))  # keeps the old `last` and all emitted tokens except the newest
         if self._proposals is not None:
             self._proposals.observe(tokens)
-        told = self._left_out is not None and result.accepted == len(drafts)
+        is_known = self._left_out is not None and result.accepted == len(drafts)
         self._policy.observe(
             RoundResult(
                 verified=len(drafts),
                 accepted=result.accepted,
-                left_out_right=self._left_out == result.next_token if told else None,
-                timing=self._whole(timing) if report_timing else None,
+                left_out_right=self._left_out == result.next_token if is_known else None,
+                timing=self._whole_round(timing) if report_timing else None,
             )
         )
         self.last, self._left, self.min_tokens = tokens[-1], self._left - len(tokens), self.min_tokens - len(tokens)
@@ -201,7 +201,7 @@ class Decoding:
             drafted=len(drafts),
             accepted=min(result.accepted, len(tokens)),
             tokens=tokens,
-            sources=tuple(self._from[: min(result.accepted, len(tokens))]),
+            sources=tuple(self._sources[: min(result.accepted, len(tokens))]),
             draft_seconds=timing.draft_seconds,
             verify_seconds=timing.verify_seconds,
         )

@@ -223,8 +223,8 @@ class SpeedPlan:
             return False, f"no: about {self.drafted.middle:.2g} tokens per second, with drafts; take a smaller size or a faster device"
         sizes = [size for size in DEVICE_GB if enough <= DEVICE_SHARE * size * 1e9]
         where = f"devices with {sizes[0]} GB and more" if sizes else f"more than {DEVICE_GB[-1]} GB"
-        there = f"{byte_text(free)} are available" if free is not None else f"for {where}, a quarter of it left to the system"
-        return True, f"yes: {byte_text(enough)} of memory are enough, {there}"
+        memory = f"{byte_text(free)} are available" if free is not None else f"for {where}, a quarter of it left to the system"
+        return True, f"yes: {byte_text(enough)} of memory are enough, {memory}"
 
     def to_json(self) -> dict[str, Any]:
         low, middle, high = self.draft_length
@@ -311,9 +311,9 @@ def manifest_plan(
     `drafter` None takes the split drafter if the pair has one.
     """
     roles, onnx = set(role_bytes(manifest)), is_onnx(manifest)
-    there = [kind for kind, needed in DRAFTER_ROLES.items() if roles.issuperset(needed)]
-    chosen = (drafter if not onnx else None) or (there or ["dense"])[-1]
-    if "target" not in roles or chosen not in there:
+    available = [kind for kind, needed in DRAFTER_ROLES.items() if roles.issuperset(needed)]
+    chosen = (drafter if not onnx else None) or (available or ["dense"])[-1]
+    if "target" not in roles or chosen not in available:
         raise RequestError(
             f"a plan needs a model and a dense or split drafter, but the bundle has {', '.join(sorted(roles)) or 'none'}; export them"
         )

@@ -288,13 +288,13 @@ def devices() -> tuple[LlamaDevice, ...]:
 
 def device_named(name: str) -> LlamaDevice:
     """Returns the device of this name, or the first of this kind. Raises RequestError, which lists the devices, if there is none."""
-    asked, there = name.lower(), devices()
-    for device in there:
-        if asked in (device.name, device.kind):
+    requested, available = name.lower(), devices()
+    for device in available:
+        if requested in (device.name, device.kind):
             return device
-    names = ", ".join([CPU, *(device.name for device in there)])
+    names = ", ".join([CPU, *(device.name for device in available)])
     one = "no device package has one that has" if this_package() else f"{_BUILD}=={library_version()} builds one with Vulkan"
-    build = "" if there or asked != GPU else f"; this build has no GPU, {one}"
+    build = "" if available or requested != GPU else f"; this build has no GPU, {one}"
     raise RequestError(f"there is no device {name!r} that llama.cpp computes on here; there are {names}{build}")
 
 

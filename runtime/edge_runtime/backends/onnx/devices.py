@@ -171,19 +171,19 @@ def device_named(name: str | None) -> OrtDevice:
 
 def _missing(name: str, typed: str) -> str:
     """Returns a sentence: why there is no such device, and what to do."""
-    there = f"there is no device {typed!r} that onnxruntime computes on here; there are {_names(devices())}"
+    missing = f"there is no device {typed!r} that onnxruntime computes on here; there are {_names(devices())}"
     meant = [each for each in PLUG_INS if name.partition(":")[0] in (each.extra, each.provider.lower()) or name == NPU]
     for plug_in in meant:
         failure, installed = plug_in_failure(plug_in), f"{plug_in.package} {installed_version(plug_in.package)}"
         if failure:
-            return f"{there}; {installed} cannot be used: {failure}"
+            return f"{missing}; {installed} cannot be used: {failure}"
         if failure is None and not any(device.provider == plug_in.provider for device in devices()):
-            return f"{there}; {installed} is installed and finds no device of its own on this machine"
+            return f"{missing}; {installed} is installed and finds no device of its own on this machine"
     if meant and all(plug_in_failure(plug_in) == "" for plug_in in meant):
-        return f"{there}; {how_to_get(*(plug_in.extra for plug_in in meant))}"
+        return f"{missing}; {how_to_get(*(plug_in.extra for plug_in in meant))}"
     if name == GPU:
-        return f"{there}; llama.cpp computes on GPUs: export the bundle with --format gguf or both"
-    return f"{there}; edge-run doctor says which drivers are installed"
+        return f"{missing}; llama.cpp computes on GPUs: export the bundle with --format gguf or both"
+    return f"{missing}; edge-run doctor says which drivers are installed"
 
 
 def _devices_of(plug_in: PlugIn) -> list[OrtDevice]:
@@ -237,8 +237,8 @@ def _short(provider: str) -> str:
     return provider.removesuffix("ExecutionProvider").lower()
 
 
-def _names(there: Sequence[OrtDevice]) -> str:
-    return ", ".join(device.name for device in there)
+def _names(available: Sequence[OrtDevice]) -> str:
+    return ", ".join(device.name for device in available)
 
 
 # The kernels' operators that multiply with weights quantized in blocks.

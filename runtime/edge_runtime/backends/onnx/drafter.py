@@ -66,7 +66,7 @@ def _weights(graph: _Graph, layout: CacheLayout) -> DraftWeights:
     if len(matrices) != 3 + _LAYER_MATRICES * layers or len(vectors) != 1 + _LAYER_NORMS * layers or len(factors) != layers:
         raise OtherGraphError
     dims = {buffer.layer: buffer.head_dim for buffer in layout.buffers}
-    made = []
+    drafter_layers = []
     for n, source in enumerate(layout.drafter_sources):
         query, output, gate_and_up, down = matrices[1 + _LAYER_MATRICES * n :][:_LAYER_MATRICES]
         own = DraftLayer(
@@ -78,17 +78,17 @@ def _weights(graph: _Graph, layout: CacheLayout) -> DraftWeights:
         )
         if any(norm.shape != (own.dim if place == 1 else matrices[0].outputs,) for place, norm in enumerate(own.norms)):
             raise OtherGraphError
-        made.append(own)
+        drafter_layers.append(own)
     embedding, factor = graph.embedding()
     sparse = graph.sparse_head(matrices[-1])
-    if vectors[-1].shape != (matrices[0].outputs,) or not made:
+    if vectors[-1].shape != (matrices[0].outputs,) or not drafter_layers:
         raise OtherGraphError
     return DraftWeights(
-        heads=made[0].matrices[0].outputs // made[0].dim,
+        heads=drafter_layers[0].matrices[0].outputs // drafter_layers[0].dim,
         epsilon=epsilon,
         before=matrices[0],
         after=matrices[-2],
-        layers=tuple(made),
+        layers=tuple(drafter_layers),
         norm=vectors[-1],
         rows=matrices[-1] if sparse is None else graph.sparse_rows(sparse),
         sparse=sparse,

@@ -102,10 +102,10 @@ class OrtBackend:
     def describe(self) -> dict[str, Any]:
         """Adds the `devices`, `stock_reason`, and as `plug_in_failures` why an installed plug-in cannot be used."""
         check_version()
-        there = [{name: value for name, value in asdict(replace(each, handle=None)).items() if name in _SHOWN} for each in devices()]
+        shown = [{name: value for name, value in asdict(replace(each, handle=None)).items() if name in _SHOWN} for each in devices()]
         failures = {plug_in.package: failure for plug_in in PLUG_INS if (failure := plug_in_failure(plug_in))}
         kernels = {"row_kernels": variant(), "stock_reason": stock_reason()}
-        return {"version": library_version(), "devices": there, "plug_in_failures": failures, **kernels}
+        return {"version": library_version(), "devices": shown, "plug_in_failures": failures, **kernels}
 
     def findings(self, description: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         names = ", ".join(device["name"] for device in description["devices"])
