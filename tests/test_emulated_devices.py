@@ -39,9 +39,17 @@ def package(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def here(onnx_pair: Callable[[str], Path], probe_memory: None, tmp_path: Path) -> Records:
+def what(tmp_path: Path) -> tuple[str | Path, ...]:
+    """WHAT, with costs of steps of one to three rows: those of all thirteen take longer under emulation than the rest of a session."""
+    path = tmp_path / "short.yaml"
+    path.write_text("speculative_decoding: {tuning: {longest_draft: 2}}\n")
+    return (*WHAT, "--config", path)
+
+
+@pytest.fixture
+def here(onnx_pair: Callable[[str], Path], probe_memory: None, what: tuple[str | Path, ...], tmp_path: Path) -> Records:
     path = tmp_path / "here.jsonl"
-    result = bench("run", onnx_pair("int4"), *WHAT, "--runs", path)
+    result = bench("run", onnx_pair("int4"), *what, "--runs", path)
     assert result.exit_code == 0, result.output
     return read_records(path)
 
@@ -66,7 +74,13 @@ def drafts(records: Records) -> list[tuple[str, str | None, int, int]]:
 
 
 def test_a_phone_from_package_to_report(
-    desk: Desk, package: Path, here: Records, pair_of_both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    desk: Desk,
+    package: Path,
+    here: Records,
+    pair_of_both: Path,
+    what: tuple[str | Path, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the package has llama.cpp's tools, they are measured beside ours in the same run."""
     monkeypatch.setattr(remote, "POLL_SECONDS", 1.0)
@@ -75,7 +89,7 @@ def test_a_phone_from_package_to_report(
     begin = time.monotonic()
     where = "--adb", phone.serial, "--package", package, "--results", tmp_path / "results", "--run", "one"
     files = "--html", tmp_path / "page.html", "--device-folder", tmp_path / "device"
-    result = bench("devices", pair_of_both, *WHAT, *where, *files, *against)
+    result = bench("devices", pair_of_both, *what, *where, *files, *against)
     print(result.stderr, f"phone, deployed and measured under emulation: {time.monotonic() - begin:.0f} s")
     assert result.exit_code == 0, result.output
     there = read_records(next((tmp_path / "results").rglob("runs.jsonl")))
