@@ -1,4 +1,4 @@
-"""The facts in a Gemma 4 config.json, checked, and the tensors of the text model that follow from them.
+"""Reads and checks a Gemma 4 config.json, and derives which tensors the text model must have.
 
 Field names and defaults: transformers, models/gemma4/configuration_gemma4.py; shapes: modeling_gemma4.py.
 """
@@ -23,7 +23,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SPARSE_HEAD = "masked_embedding"
 CENTROIDS = f"{SPARSE_HEAD}.centroids.weight"
 TOKEN_ORDERING = f"{SPARSE_HEAD}.token_ordering"
-# In this order: longer ones first. Old spellings of transformers, Unsloth and MLX; the last one is Google's.
+# Prefixes of tensor names, longer ones first, because the first match counts. The last one is Google's; the others are old spellings of
+# transformers, Unsloth and MLX.
 _PREFIXES = {
     "model.language_model.model.": "model.",
     "model.language_model.lm_head.": "lm_head.",
@@ -32,16 +33,16 @@ _PREFIXES = {
     "language_model.": "model.",
     "model.language_model.": "model.",
 }
-# The text model's own tensors; other tensors of a multimodal checkpoint belong to its towers.
+# How names of the text model's own tensors begin. Other tensors of a multimodal checkpoint belong to its towers.
 _TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "model.per_layer_", "lm_head.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextArchitecture:
-    """A Gemma 4 decoder. `full_*` are the values of full-attention layers, the others those of sliding layers.
+    """A Gemma 4 decoder. `full_*` are values of full-attention layers; the same names without `full_` are those of sliding layers.
 
-    `per_layer_size` is the width of per-layer embeddings per layer (0: none). `kv_shared_layers` counts the last layers, which
-    own no K/V. `window` and `context` are in tokens. `tied`: the embedding is the head too.
+    `per_layer_size` is the width of a layer's per-layer embedding; 0 means none. The last `kv_shared_layers` layers own no K/V. `window`
+    and `context` are in tokens. If `tied`, the embedding is the output head too.
     """
 
     hidden_size: int
@@ -77,12 +78,12 @@ class TextArchitecture:
 
     @property
     def owning_layers(self) -> int:
-        """Number of layers, from the first, that own K/V rows."""
+        """Number of layers that own K/V rows; these are the first ones."""
         return self.layers - self.kv_shared_layers
 
     @property
     def table_weights(self) -> int:
-        """Number of weights in the tables with a row per token: the embedding, and the layers' own."""
+        """Number of weights in tables with a row per token: the embedding and the per-layer embeddings."""
         return self.vocab_size * self.hidden_size + self.per_layer_vocab_size * self.layers * self.per_layer_size
 
     def is_sliding(self, layer: int) -> bool:
@@ -98,11 +99,11 @@ class TextArchitecture:
         return self.kv_heads if self.is_sliding(layer) else self.full_kv_heads
 
     def feed_forward_of(self, layer: int) -> int:
-        """Width of this layer's dense feed-forward block; doubled in K/V-shared layers of E2B (Gemma4TextMLP)."""
+        """Width of this layer's dense feed-forward block. It is doubled in the K/V-shared layers of E2B (Gemma4TextMLP)."""
         return self.intermediate_size * (2 if self.double_wide and layer >= self.owning_layers else 1)
 
     def last_owner(self, kind: str) -> int:
-        """The last layer of this kind that owns K/V rows: the one K/V-shared layers read. Raises ValueError if there is none."""
+        """The last layer of this kind that owns K/V rows, which K/V-shared layers read. Raises ValueError if there is none."""
         return max(layer for layer in range(self.owning_layers) if self.layer_types[layer] == kind)
 
 
@@ -117,9 +118,10 @@ class AssistantArchitecture(TextArchitecture):
 
 
 def parse_architecture(config: dict[str, Any], path: Path) -> TextArchitecture:
-    """Reads a parsed config.json (`path` is for messages), in the published format or with transformers' per_layer_config.
+    """Reads a parsed config.json, in the published format or in the one with transformers' per_layer_config.
 
-    Returns an AssistantArchitecture for assistants. Raises CheckpointError for other model types and for values out of range.
+    `path` is used in messages. Returns an AssistantArchitecture for an assistant. Raises CheckpointError for other model types, and for
+    values out of range.
     """
     kind = config.get("model_type")
     if kind not in TARGET_TYPES + ASSISTANT_TYPES:
@@ -187,7 +189,7 @@ def _text_fields(text: CheckedValues, *, tied: bool) -> dict[str, Any]:
 
 
 def _per_layer_rows(text: CheckedValues) -> int:
-    """Rows of the per-layer table. llama.cpp loads one of the vocabulary's size only, and a smaller one lacks rows that tokens need."""
+    """Rows of the per-layer table. There must be one per token: llama.cpp loads no other table, and in a smaller one tokens lack rows."""
     rows, tokens = (text.integer(key, default=_VOCABULARY) for key in ("vocab_size_per_layer_input", "vocab_size"))
     if rows != tokens:
         raise text.wrong("vocab_size_per_layer_input", f"vocab_size {tokens}: every token needs its row")
@@ -207,15 +209,15 @@ def _layer_types(text: CheckedValues) -> tuple[str, ...]:
 
 
 def _full_layers(text: CheckedValues, layer_types: tuple[str, ...], k_eq_v: bool) -> tuple[int, int | None]:
-    """Head dimension and K/V heads (None: as sliding layers) of full layers, from either config format."""
+    """Head dimension and K/V heads of full layers, from either config format. None heads means as many as sliding layers have."""
     if text.get("per_layer_config") is None:
         head_dim = text.integer("global_head_dim", default=512)
         named = text.get("num_global_key_value_heads") is not None
-        # transformers reads the count only where k = v.
+        # transformers reads this count only if K and V share a projection.
         return head_dim, text.integer("num_global_key_value_heads") if named and k_eq_v else None
     overrides = text.section("per_layer_config")
     full = {layer for layer, kind in enumerate(layer_types) if kind == FULL}
-    # transformers writes the numbers with leading zeros where there are more than nine layers.
+    # If there are more than nine layers, transformers writes their numbers with leading zeros.
     sections = [overrides.section(key) for key in overrides.values if key.isdecimal() and int(key[:_LAYER_DIGITS]) in full]
     if len(sections) != len(overrides.values):
         raise text.wrong("per_layer_config", f"overrides of the full-attention layers {', '.join(map(str, sorted(full)))}")
@@ -236,13 +238,16 @@ def _experts(text: CheckedValues) -> dict[str, int]:
         return {"experts": 0, "experts_used": 0, "expert_size": 0}
     experts = text.integer("num_experts")
     used = text.integer("top_k_experts", high=experts)
-    # The first configs had another name for it.
+    # The first published configs had another name for this size.
     size = "moe_intermediate_size" if text.get("moe_intermediate_size") is not None else "expert_intermediate_size"
     return {"experts": experts, "experts_used": used, "expert_size": text.integer(size)}
 
 
 def _rope(text: CheckedValues, layer_types: tuple[str, ...]) -> dict[str, float]:
-    """Bases and the share of rotated pairs, as transformers reads them: a share beside `rope_parameters` counts where there is no other."""
+    """RoPE bases and the share of rotated pairs, as transformers reads them.
+
+    `partial_rotary_factor` beside `rope_parameters` is used for kinds of layers that have none inside it.
+    """
     made = {"full_rope_base": 1e6, "sliding_rope_base": 1e4, "full_rotary_share": 0.25}
     if text.get("rope_parameters") is None:
         return made
@@ -256,7 +261,7 @@ def _rope(text: CheckedValues, layer_types: tuple[str, ...]) -> dict[str, float]
         part.demand("rope_type", "default", *(("proportional",) if kind == FULL else ()))
         part.demand("factor", None, 1, 1.0)
         made[base] = part.number("rope_theta")
-        if kind == FULL:  # the default type rotates all pairs, whatever their share
+        if kind == FULL:  # the default type rotates all pairs and ignores the factor
             made["full_rotary_share"] = share = (
                 part.number("partial_rotary_factor", 1.0) if part.get("rope_type") == "proportional" else 1.0
             )
@@ -266,7 +271,7 @@ def _rope(text: CheckedValues, layer_types: tuple[str, ...]) -> dict[str, float]
 
 
 def _check_assistant(text: CheckedValues, fields: dict[str, Any]) -> None:
-    """The rules of transformers' Gemma4AssistantConfig.validate_architecture."""
+    """Checks the rules of transformers' Gemma4AssistantConfig.validate_architecture."""
     if fields["per_layer_size"] or fields["experts"] or fields["double_wide"]:
         raise CheckpointError(f"{text.path}: an assistant has no per-layer embeddings, experts or double-wide MLP")
     if fields["kv_shared_layers"] not in (0, len(fields["layer_types"])):
@@ -274,7 +279,7 @@ def _check_assistant(text: CheckedValues, fields: dict[str, Any]) -> None:
 
 
 def needed_shapes(model: TextArchitecture) -> Shapes:
-    """Names and shapes [out, in] of the required tensors."""
+    """Returns the names and shapes [out, in] of the required tensors."""
     shapes: Shapes = {EMBEDDING: (model.vocab_size, model.hidden_size), "model.norm.weight": (model.hidden_size,)}
     if not model.tied:
         shapes[HEAD] = (model.vocab_size, model.hidden_size)
@@ -296,7 +301,7 @@ def needed_shapes(model: TextArchitecture) -> Shapes:
 
 
 def allowed_shapes(model: TextArchitecture) -> Shapes:
-    """Names and shapes of the optional tensors: a head of its own, and K/V weights of a target's layers that share them."""
+    """Returns the names and shapes of the optional tensors: an untied head, and unused K/V weights of a target's K/V-shared layers."""
     shapes: Shapes = {HEAD: (model.vocab_size, model.hidden_size)}
     for layer in () if isinstance(model, AssistantArchitecture) else range(model.owning_layers, model.layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _key_value(model, layer).items()}
@@ -342,7 +347,7 @@ def _key_value(model: TextArchitecture, layer: int) -> Shapes:
 
 
 def text_name(name: str, *, multimodal: bool) -> str | None:
-    """Returns a tensor's name in a text-only checkpoint; None if it belongs to another part of a multimodal one."""
+    """Returns the name that a tensor has in a text-only checkpoint; None if it belongs to another part of a multimodal one."""
     for prefix, short in _PREFIXES.items():
         if name.startswith(prefix):
             return short + name[len(prefix) :]

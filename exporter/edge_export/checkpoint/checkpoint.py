@@ -1,4 +1,4 @@
-"""Opens a Gemma 4 checkpoint or its assistant, or a GGUF in their place: config and tensor headers, all checked before use."""
+"""Opens a Gemma 4 checkpoint, its assistant, or a GGUF in place of either. Config and tensor headers are checked before use."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ CENTROIDS_PER_PIECE = 64
 class Checkpoint:
     """An opened checkpoint. `tensors` are those of the text model under their text-only names (model.layers.0....), in file order.
 
-    `others` are all other tensors under their own names; `left_out` names groups of tensors that are not exported. `rounding` are the
-    scales by which a linear layer's activations are rounded, by its matrix's name.
+    `others` are all other tensors under their own names. `left_out` describes the groups of tensors that are not exported. `rounding` maps
+    a matrix's name to the scales by which its linear layer's activations are rounded.
     """
 
     folder: Path
@@ -77,12 +77,12 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """Number of weights of the text model; the integer token order does not count."""
+        """Number of weights of the text model, without the token order, which is integers."""
         return sum(prod(tensor.shape) for name, tensor in self.tensors.items() if name != TOKEN_ORDERING)
 
     @property
     def weights(self) -> dict[str, Callable[[], NDArray[Any]]] | None:
-        """The values of each tensor by name, float32 or integers; None if transformers reads them from the folder itself."""
+        """Functions that read each tensor's values, by name, as float32 or integers; None if transformers can load the folder itself."""
         if self.rounding_method == "gemma":
             return None
         ties_itself = parse_architecture(self.config, self.folder).tied or not self.architecture.tied
@@ -93,25 +93,25 @@ class Checkpoint:
 
     @property
     def rounding_method(self) -> str | None:
-        """The method of a format that rounds activations, if the weights are in it; see `rounds_activations`."""
+        """The quantization method if the weights are in a format that rounds activations, else None; see `rounds_activations`."""
         return rounds_activations(self.config) if self.rounding else None
 
     def _current_name(self, name: str) -> str:
-        """The name that transformers saves a tensor of the text model under."""
+        """Returns the name under which transformers saves a tensor of the text model now."""
         if self.model_type not in MULTIMODAL_TYPES or name == HEAD:
             return name
         return f"model.language_model.{name.removeprefix('model.')}"
 
     @property
     def assistant(self) -> AssistantArchitecture:
-        """The architecture of a drafter; raises CheckpointError if this is a target."""
+        """The architecture of a drafter. Raises CheckpointError if this is a target."""
         if isinstance(self.architecture, AssistantArchitecture):
             return self.architecture
         raise CheckpointError(f"{self.folder} is a {self.model_type} checkpoint, not an assistant; give its MTP assistant as the drafter")
 
 
 def open_checkpoint(folder: Path | str) -> Checkpoint:
-    """Reads config.json and the safetensors headers of a folder, no weights.
+    """Reads config.json and the safetensors headers of a folder. It reads weights only to compare a head with the embedding.
 
     Raises CheckpointError if it is not a Gemma 4 member, a file is missing or broken, or a tensor is missing or misshapen.
     """
@@ -132,9 +132,9 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         architecture = replace(architecture, tied=HEAD not in tensors)
         _check_tensors(folder, tensors, needed_shapes(architecture), allowed_shapes(architecture))
     except CheckpointError:
-        refuse_quantized(config, config_path)  # it tells why
+        refuse_quantized(config, config_path)  # names the format if that is the cause
         raise
-    if any(tensor.scales is not None for tensor in tensors.values()):  # else config.json speaks of what the weights were once
+    if any(tensor.scales is not None for tensor in tensors.values()):  # else config.json describes an earlier form of the weights
         refuse_quantized(config, config_path)
     left_out = _groups(others)
     if model_type in ASSISTANT_TYPES:
@@ -152,9 +152,9 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
 
 
 def planned_checkpoint(config: dict[str, Any], path: Path) -> Checkpoint:
-    """A checkpoint with the shapes that a parsed config.json asks for and no weights; `path` is for messages. Scales are not known.
+    """Returns a checkpoint with the shapes that a parsed config.json requires, and without weights.
 
-    Raises CheckpointError.
+    `path` is used in messages. Scales of rounding are not known; where activations are rounded, they are 0. Raises CheckpointError.
     """
     architecture = parse_architecture(config, path)
     refuse_quantized(config, path)
@@ -175,7 +175,7 @@ def planned_checkpoint(config: dict[str, Any], path: Path) -> Checkpoint:
 
 
 def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
-    """Raises CheckpointError unless `drafter` can read the hidden rows and K/V rows of `target` and has as many tokens."""
+    """Raises CheckpointError unless `drafter` can read the hidden rows and K/V rows of `target` and has the same vocabulary size."""
     reads, model = drafter.assistant, target.architecture
     if isinstance(model, AssistantArchitecture):
         raise CheckpointError(f"{target.folder} is an assistant; give the full model as the target")
@@ -200,7 +200,7 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
         if value != expected:
             raise mismatch(target, drafter, f"its {name} is {value}, the target's {target_name} is {expected}")
     if SLIDING in reads.layer_types and reads.window != model.window:
-        # llama.cpp and the graphs' K/V rows know one window, the target's.
+        # llama.cpp and the ONNX graphs' K/V buffers have a single window, which is the target's.
         why = f"its sliding_window is {reads.window}, the target's is {model.window}, and both runtimes use the target's for both"
         raise mismatch(target, drafter, why)
     if reads.hidden_size == model.hidden_size:
@@ -208,7 +208,10 @@ def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
 
 
 def _layer_read(target: Checkpoint, kind: str) -> int:
-    """The target layer that drafter layers of this kind read: the last, or the one before it (llama.cpp, gemma4-assistant)."""
+    """Returns the target layer that drafter layers of this kind read.
+
+    Full ones read the last layer, sliding ones the last but one (llama.cpp, gemma4-assistant).
+    """
     model = target.architecture
     layer = model.layers - (1 if kind == FULL else 2)
     if layer < 0 or model.layer_types[layer] != kind:
@@ -217,12 +220,15 @@ def _layer_read(target: Checkpoint, kind: str) -> int:
 
 
 def mismatch(target: Checkpoint, drafter: Checkpoint, why: str) -> CheckpointError:
-    """Returns the error for two halves of different releases; `why` is the fact that differs."""
+    """Returns an error for two halves that do not belong together; `why` says what differs."""
     return CheckpointError(f"{drafter.folder} is not the assistant of {target.folder}: {why}; give the two halves of one release")
 
 
 def _check_shared_layers(model: TextArchitecture, path: Path) -> None:
-    """llama.cpp lets K/V-shared layers read the last two owning layers; transformers the last owner of each kind. Both must agree."""
+    """Raises CheckpointError unless llama.cpp and transformers let K/V-shared layers read the same layers.
+
+    In llama.cpp they read the last two owning layers, in transformers the last owner of each kind.
+    """
     if isinstance(model, AssistantArchitecture) or not model.kv_shared_layers:
         return
     if model.layer_types[max(model.owning_layers - 2, 0) : model.owning_layers] != (SLIDING, FULL):
@@ -244,17 +250,17 @@ def _text_tensors(stored: dict[str, StoredTensor], model_type: str) -> tuple[dic
 
 
 def _text_name(name: str, model_type: str) -> str | None:
-    """The tensor's name in a text-only checkpoint; None if it is not exported."""
+    """Returns the tensor's name in a text-only checkpoint; None if the text model does not have it."""
     if name.endswith(".rotary_emb.inv_freq"):
         return None
     return text_name(name, multimodal=model_type in MULTIMODAL_TYPES)
 
 
 def _with_one_head(tensors: dict[str, StoredTensor], rounding: Mapping[str, Rounding], model: TextArchitecture) -> dict[str, StoredTensor]:
-    """Returns the tensors with a head only where it is another than the embedding: what is stored decides, as in transformers.
+    """Returns the tensors, with a separate head only if it differs from the embedding.
 
-    config.json may say otherwise of a fine-tune. A drafter's embedding is nothing but its head; of a target whose config says tied,
-    either may be missing.
+    The stored tensors decide, as in transformers, because config.json of a fine-tune may be wrong about it. A drafter's embedding is used
+    only as its head. If a target's config says tied, either tensor may be missing.
     """
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if head is None:
@@ -314,24 +320,25 @@ def _check_sizes(drafter: Checkpoint, model: AssistantArchitecture) -> None:
 
 
 def cluster_rows(drafter: Checkpoint, ordering: NDArray[np.int32]) -> Iterator[NDArray[np.float32]]:
-    """Yields output rows [n, hidden] in cluster order as float32, a few clusters at a time; `ordering` [vocabulary] is that order."""
+    """Yields output rows [n, hidden] as float32 in the order of the tokens `ordering` [vocabulary], a few clusters at a time."""
     table, model = mapped(drafter.tensors[EMBEDDING]), drafter.assistant
     step = CENTROIDS_PER_PIECE * (model.vocab_size // model.centroids)
     for first in range(0, len(ordering), step):
         yield table[ordering[first : first + step]].astype(np.float32)
 
 
-# Reads an existing GGUF as a Checkpoint: its architecture comes from its keys, so that all pairs are checked and planned alike.
+# An existing GGUF is read as a Checkpoint whose architecture comes from its keys, so that all pairs are checked and planned in the same
+# way.
 #
-# Key names: llama.cpp, gguf-py/gguf/constants.py; what they mean for Gemma 4: conversion/gemma.py and src/models/gemma4*.cpp.
+# Key names: llama.cpp, gguf-py/gguf/constants.py. Their meaning for Gemma 4: conversion/gemma.py and src/models/gemma4*.cpp.
 
 TARGET_ARCHITECTURE, DRAFTER_ARCHITECTURE = "gemma4", "gemma4-assistant"
-# Larger factors mark pairs that are not rotated (proportional RoPE).
+# Larger frequency factors mark pairs that are not rotated (proportional RoPE).
 _TURNS_BELOW = 1e20
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Reads keys and tensor infos. Raises CheckpointError if it is not a GGUF file of a known version, or is truncated or corrupt."""
+    """Reads keys and tensor infos. Raises CheckpointError if this is not a GGUF file of a known version, or is truncated or corrupt."""
     try:
         return gguf_header.read_gguf_header(path)
     except gguf_header.GgufError as error:
@@ -340,7 +347,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 def open_gguf(path: Path) -> tuple[Checkpoint, GgufHeader]:
-    """Reads a GGUF's header, no weights, into a Checkpoint whose folder is the file itself.
+    """Reads a GGUF's header into a Checkpoint, without weights. The checkpoint's folder is the file itself.
 
     Raises CheckpointError if the file is corrupt, split, or neither a gemma4 nor a gemma4-assistant model.
     """
@@ -442,7 +449,7 @@ def _fields(keys: CheckedValues, tensors: dict[str, TensorInfo], vocabulary: int
 
 
 def _rotary_share(keys: CheckedValues, factors: TensorInfo | None, head_dim: int) -> float:
-    """The rotated fraction of a full layer's head: the share of frequency factors [head_dim / 2] that are not huge."""
+    """Returns the rotated fraction of a full layer's head: the share of frequency factors [head_dim / 2] that are not huge."""
     if factors is None or factors.type != TYPE_NUMBERS["f32"] or factors.shape != (head_dim // 2,):
         raise CheckpointError(f"{keys.path} has no float32 tensor rope_freqs.weight [{head_dim // 2}]; convert the checkpoint again")
     with keys.path.open("rb") as file:

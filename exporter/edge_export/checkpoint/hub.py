@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub: which of their files belong together, and the download of a pair, which goes on after a cut."""
+"""Repositories of the Hugging Face hub: which of their files belong together, and the download of a pair, which can be resumed."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from edge_export.checkpoint.weight_formats import ADAPTER_NAME
 from edge_export.errors import CheckpointError
 from edge_runtime.bundle.gguf_header import GgufError, read_architecture
 
-# Which GGUF files of a listing belong together: the target that a tag names, and its drafter.
+# Finding in a listing of GGUF files the target for a tag, and its drafter.
 #
-# The rules are llama.cpp's (common/download.cpp: find_best_model, find_best_sibling), so that a name means the same files there and here.
-# Two rules are added. Where a file is at hand, its header says what it is; elsewhere its name does, in capitals or not. A tag is a whole
-# word of a name.
+# The rules are llama.cpp's (common/download.cpp: find_best_model, find_best_sibling), so that a name means the same files in both. There
+# are two additions: the role of a file is taken from its header if that can be read, else from its name, whose case does not matter; and a
+# tag must be a whole word of the name.
 
-# What the headers of files say that are at hand: "target", "drafter" or "other", by name.
+# The roles that are known from headers, by file name: "target", "drafter" or "other".
 Roles = Mapping[str, str]
 _UNKNOWN: Roles = MappingProxyType({})
 _DRAFTER_WORDS = frozenset(("mtp", "assistant", "draft", "drafter"))
 _OTHERS = ("mmproj", "imatrix", "eagle3-", "dflash-", "dspark-")
-# Taken in this order where no tag is given.
+# Tried in this order if no tag is given.
 _DEFAULT_TAGS = ("Q4_K_M", "Q8_0")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
-# The last word that is a quantization's name, else the last word.
+# How a name's tag is found: the last word that is the name of a quantization, else the last word.
 _QUANTIZATION = re.compile(r"(?<![A-Za-z0-9])(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*|NVFP4)(?=[-.]|$)", re.IGNORECASE | re.ASCII)
 _LAST_WORD = re.compile(r"[-.](\w+)$", re.ASCII)
 
 
 def file_of_role(files: list[str], role: str, tag: str | None, roles: Roles = _UNKNOWN) -> str | None:
-    """Returns the target, or the drafter of that target; None if there is none."""
+    """Returns the target's file, or the file of that target's drafter; None if there is none."""
     target = target_file(files, tag, roles)
     return target if role == "target" else drafter_file(files, target, tag, roles)
 
 
 def target_file(files: list[str], tag: str | None = None, roles: Roles = _UNKNOWN) -> str | None:
-    """Returns the target of a tag such as Q4_0; without one Q4_K_M, else Q8_0, else the first. None if there is none."""
+    """Returns the target with a tag such as Q4_0. Without a tag, returns that with Q4_K_M, else with Q8_0, else the first. Or None."""
     targets = _of_role(files, "target", roles)
     for asked in (tag,) if tag else _DEFAULT_TAGS:
-        # In the file's name, else in that of its folder.
+        # First looks for the tag in file names, then in whole paths.
         for text in (lambda name: PurePosixPath(name).name, str):
             if named := next((name for name in targets if _has_tag(text(name), asked)), None):
                 return named
@@ -57,8 +57,9 @@ def target_file(files: list[str], tag: str | None = None, roles: Roles = _UNKNOW
 def drafter_file(files: list[str], target: str | None, tag: str | None = None, roles: Roles = _UNKNOWN) -> str | None:
     """Returns the drafter for a target of the same listing; None if there is none.
 
-    It lies in the target's folder or in one above it, the deepest counts; then one with the tag in its name, then the nearest bits.
-    llama.cpp looks no further; here one in another folder is better than none, as some repositories have theirs in MTP/.
+    Candidates are in the target's folder or in one above it. The deepest folder is preferred, then a name with the tag, then the nearest
+    number of bits. If there are none, a drafter in any other folder is taken, because some repositories have theirs in MTP/; llama.cpp
+    takes none.
     """
     folder = PurePosixPath(target or "").parent
     drafters = [name for name in _of_role(files, "drafter", roles) if name != target]
@@ -72,16 +73,16 @@ def drafter_file(files: list[str], target: str | None, tag: str | None = None, r
 
 
 def split_parts(name: str) -> int:
-    """Returns of how many parts a file is one, by its name; 1 for a whole file."""
+    """Returns the number of parts of the split file that this file belongs to, by its name; 1 for a whole file."""
     part = _PART.search(PurePosixPath(name).stem)
     return int(part[2]) if part else 1
 
 
 def _of_role(files: list[str], role: str, roles: Roles) -> list[str]:
-    """The files of this role, sorted; of a split file the first part."""
+    """Returns the files of this role, sorted. A split file is represented by its first part."""
     models = sorted(name for name in files if PurePosixPath(name).suffix == ".gguf" and _is_first(name) and not _is_other(name, roles))
     named = {name: roles.get(name) or ("drafter" if _words(name) & _DRAFTER_WORDS else "target") for name in models}
-    if "target" not in named.values():  # a folder's name speaks of all that is in it
+    if "target" not in named.values():  # a folder's name made all files drafters, so only file names are used
         named = {name: roles.get(name) or ("drafter" if _words(PurePosixPath(name).name) & _DRAFTER_WORDS else "target") for name in models}
     return [name for name in models if named[name] == role]
 
@@ -100,18 +101,18 @@ def _words(name: str) -> set[str]:
 
 
 def _has_tag(name: str, tag: str) -> bool:
-    """Whether a tag is a word of a name: F16 is not in x-BF16.gguf, nor Q4_K in x-Q4_K_M.gguf."""
+    """Whether a tag is a whole word of a name: F16 is not one of x-BF16.gguf, and Q4_K is not one of x-Q4_K_M.gguf."""
     return re.search(rf"(?<![A-Za-z0-9]){re.escape(tag)}(?=[-./]|$)", name, re.IGNORECASE) is not None
 
 
 def _bits(tag: str | None) -> int:
-    """The first number of a tag: 4 of Q4_K_M, 16 of BF16; 0 for none."""
+    """Returns the first number in a tag, such as 4 of Q4_K_M or 16 of BF16; 0 if there is none."""
     number = re.search(r"\d+", tag or "")
     return int(number[0]) if number else 0
 
 
 def quantization_tag(name: str) -> str | None:
-    """The quantization in a file's name: Q4_K_M of gemma-4-E2B-it-Q4_K_M.gguf; its last word if none is named."""
+    """Returns the quantization in a file's name, such as Q4_K_M of gemma-4-E2B-it-Q4_K_M.gguf; the last word if there is none."""
     stem = _PART.sub("", PurePosixPath(name).name.removesuffix(".gguf"))
     if found := _QUANTIZATION.findall(stem):
         return str(found[-1])
@@ -119,30 +120,30 @@ def quantization_tag(name: str) -> str | None:
     return last[1] if last else None
 
 
-# Repositories of the Hugging Face hub: names with a revision or a file, and their download, which goes on after a cut connection.
+# Names of hub repositories, with a revision or a file, and their download, which resumes after a lost connection.
 #
-# The client's answers are checked in `hub_client`.
+# `hub_client` checks the hub's answers.
 
-# Files that an export reads of a checkpoint's repository.
+# The files of a checkpoint's repository that an export reads.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "README.md")
 _WITH_ASSISTANT = re.compile(r"google/gemma-4-[\w.]+(-A4B)?-it(-qat-q4_0-unquantized)?")
 _QUANTIZED = re.compile(r"(google/gemma-4-[\w.]+(-A4B)?-it-qat)-(q4_0-gguf|w4a16-ct|mobile-ct|mobile-transformers)")
 _SIZE = re.compile(r"gemma-4-([\w.]+?(-A4B)?)-it", re.IGNORECASE)
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*?)(?:@([\w.][\w./-]*))?(?::([^:]+\.gguf)|:(\w[\w-]*))?", re.ASCII)
 _NAMED = 8
-# What a GGUF file is, by the architecture in its header; the third is an early spelling.
+# The role of a GGUF file, by the architecture in its header. The third name is an early spelling.
 _ROLES = {"gemma4": "target", "gemma4-assistant": "drafter", "gemma4_assistant": "drafter", "clip": "other"}
-# The folder of a repository in the hub's cache is models--OWNER--NAME.
+# A repository's folder in the hub's cache is named models--OWNER--NAME.
 _HUB_CACHE = "models--"
 
 
-# Names and sizes of the files by repository and revision.
+# Names and sizes of files, by repository and revision.
 Listings = dict[tuple[str, str | None], dict[str, int]]
 
 
 @dataclass(frozen=True)
 class HubName:
-    """OWNER/NAME, with @REVISION (a branch, tag or commit) and with :FILE, a GGUF file in the repository, or :TAG, its quantization."""
+    """OWNER/NAME, optionally with @REVISION (a branch, tag or commit), and with :FILE, a GGUF file, or :TAG, a quantization."""
 
     repository: str
     revision: str | None = None
@@ -155,16 +156,17 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Returns the parts of a hub name; None if it is none."""
+    """Returns the parts of a hub name; None if `text` is not one."""
     match = _NAME.fullmatch(text)
     return None if match is None else HubName(*match.groups())
 
 
 def own_drafter(target: str) -> str | None:
-    """Returns what goes with a target by its name; None for other names.
+    """Returns the source of the drafter that belongs to a target, found by the target's name; None if that is not known.
 
-    Google's instruction-tuned checkpoints have an assistant each, their quantized QAT releases share that of the unquantized one. Of a
-    repository of GGUF files the drafter lies among them, of a GGUF file here beside it. Raises CheckpointError as `check_links` does.
+    Each of Google's instruction-tuned checkpoints has an assistant, and quantized QAT releases share that of the unquantized one. In a
+    repository of GGUF files, the drafter is one of the files; for a local GGUF file, it is in the same folder. Raises CheckpointError as
+    `check_links` does.
     """
     path, name = Path(target), hub_name(target)
     if path.is_file():
@@ -188,20 +190,20 @@ def own_drafter(target: str) -> str | None:
 
 
 def fetched_checkpoint(origin: str) -> bool:
-    """Whether a name is that of a repository on the hub that holds a checkpoint, by the name alone."""
+    """Whether a name is that of a hub repository with a checkpoint, judged by the name alone."""
     name = None if Path(origin).exists() else hub_name(origin)
     return name is not None and own_drafter(origin) != origin and not (name.file or "-qat-" in name.repository)
 
 
 def local_ggufs(folder: Path) -> list[str]:
-    """The GGUF files in a folder that is no checkpoint."""
+    """Returns the GGUF files in a folder; none if it is a checkpoint with safetensors."""
     if any(folder.glob("*.safetensors")):
         return []
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
 
 
 def header_roles(folder: Path, files: Iterable[str]) -> Roles:
-    """Returns the role of each file by its header; leaves out files that cannot be read or hold another model."""
+    """Returns the role of each file by its header, without files that cannot be read or hold another model."""
     roles = {}
     for name in files:
         with contextlib.suppress(GgufError):
@@ -211,26 +213,26 @@ def header_roles(folder: Path, files: Iterable[str]) -> Roles:
 
 
 def local_gguf(folder: Path, role: str) -> str | None:
-    """The GGUF file of this role in a folder of such files; None if there is none."""
+    """Returns the GGUF file of this role in a folder; None if there is none."""
     files = local_ggufs(folder)
     return file_of_role(files, role, None, header_roles(folder, files))
 
 
 def check_links(folder: Path, files: Iterable[Path]) -> None:
-    """Raises CheckpointError for a file in it that is a link to one outside: a downloaded folder could name any file of this machine."""
+    """Raises CheckpointError for a file that links out of the folder, as a downloaded folder could link to any file of this machine."""
     inside = folder.resolve()
-    for place in (inside, *inside.parents):  # a quantization's files may lie in a folder of the revision
+    for place in (inside, *inside.parents):  # the folder may be one for a quantization, below the revision's
         if place.parent.name == "snapshots" and place.parents[1].name.startswith(_HUB_CACHE):
-            inside = place.parents[1]  # its files are links to the blobs beside the snapshots
+            inside = place.parents[1]  # files of the hub's cache are links to blobs beside the snapshots
             break
     for path in files:
-        target = Path(os.path.realpath(path))  # Path.resolve fails for links in a circle
+        target = Path(os.path.realpath(path))  # Path.resolve would raise for circular links
         if not target.is_relative_to(inside) or target.is_symlink():
             raise CheckpointError(f"{str(path)!r} is a link to {str(target)!r}, outside of {inside}; put the file itself into the folder")
 
 
 def with_revision(text: str, revision: str | None) -> str:
-    """Returns a hub name with this revision, or `text` for None. Raises CheckpointError for other names and a second revision."""
+    """Returns a hub name with this revision; `text` unchanged for None. Raises CheckpointError for other names, or if it has one."""
     if revision is None:
         return text
     name = hub_name(text)
@@ -240,10 +242,10 @@ def with_revision(text: str, revision: str | None) -> str:
 
 
 def fetch(name: HubName, role: str, progress: Progress | None = None, listings: Listings | None = None) -> Path:
-    """Downloads what an export needs, unless it is in the cache; returns the folder of a checkpoint, or a GGUF file.
+    """Downloads what an export needs, unless it is cached. Returns the folder of a checkpoint, or a GGUF file.
 
-    Of a repository of GGUF files, that of `role` ("target", "drafter") is taken, by the rules for listings above. `listings`: those of
-    `check_pair_exists`; others are asked for.
+    From a repository of GGUF files, it takes that of `role` ("target", "drafter"), by the rules for listings above. `listings` are those of
+    `check_pair_exists`; any others are requested from the hub.
 
     Raises CheckpointError if huggingface_hub is missing, the hub cannot be reached, repository, revision or file do not exist, or the
     cache has no room.
@@ -258,9 +260,10 @@ def fetch(name: HubName, role: str, progress: Progress | None = None, listings: 
 
 
 def check_pair_exists(target: HubName | None, drafter: HubName | None) -> Listings:
-    """Returns what the repositories hold; each is asked once. None is no hub name.
+    """Returns the listings of the pair's repositories, and requests each only once.
 
-    Raises CheckpointError, before anything is downloaded, if either has not the file of its role.
+    None stands for a half that is not on the hub. Raises CheckpointError, before anything is downloaded, if a repository lacks the file of
+    its role, or if there is no room for both.
     """
     missing, listings = 0, Listings()
     for name, role in ((target, "target"), (drafter, "drafter")):
@@ -281,7 +284,7 @@ def _listing(name: HubName, listings: Listings) -> dict[str, int]:
 
 
 def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
-    """The GGUF file for this role; None for a checkpoint, and where the hub cannot be asked. Raises CheckpointError if there is none."""
+    """Returns the GGUF file for this role; None for a checkpoint, or if the listing is empty. Raises CheckpointError if it is missing."""
     if name.file is not None:
         if files and name.file not in files:
             raise CheckpointError(f"{name.repository} has no file {name.file}; it has {_listed(files)}")
@@ -298,7 +301,7 @@ def chosen_gguf(files: list[str], name: HubName, role: str) -> str | None:
 
 
 def _whole(name: HubName, file: str) -> str:
-    """Returns `file`. Raises CheckpointError for one part of a split file before anything is downloaded."""
+    """Returns `file`. Raises CheckpointError, before anything is downloaded, if it is a part of a split file."""
     if (parts := split_parts(file)) > 1:
         raise CheckpointError(
             f"{file} in {name.repository} is one of {parts} parts of a GGUF; name a file that is whole, or fetch the parts and join them"
@@ -316,7 +319,7 @@ def _no_gguf(files: list[str], name: HubName, role: str) -> str:
 
 
 def _missing_bytes(name: HubName, patterns: list[str], sizes: dict[str, int]) -> int:
-    """Returns the bytes to download: of the files that match and are not in the cache."""
+    """Returns the total size of the files that match and are not cached."""
     return sum(size for file, size in _matching(sizes, patterns).items() if not is_cached(name.repository, name.revision, file))
 
 
@@ -336,14 +339,14 @@ def _check_room(name: HubName, needed: int) -> None:
 
 
 def bytes_to_fetch(name: HubName) -> int | None:
-    """Bytes that an export would download, by the hub's listing; None where it cannot be asked. Raises CheckpointError."""
+    """Returns the bytes that an export would download, by the hub's listing; None if it is unavailable. Raises CheckpointError."""
     with _reading(name):
         sizes = listing(name.repository, name.revision)
         return _missing_bytes(name, list(PATTERNS), sizes) if sizes else None
 
 
 def fetch_config(name: HubName) -> Path:
-    """Downloads config.json alone and returns its folder; for a plan. Raises CheckpointError."""
+    """Downloads only config.json, for a plan, and returns its folder. Raises CheckpointError."""
     with _reading(name):
         if name.file is not None:
             raise CheckpointError(f"{name} is a GGUF file; plan for its size instead, such as E2B, or for the downloaded file")
@@ -351,7 +354,7 @@ def fetch_config(name: HubName) -> Path:
 
 
 def _reading(name: HubName) -> AbstractContextManager[None]:
-    """`hub_errors` of a download."""
+    """Returns `hub_errors` with the messages of a download."""
     return hub_errors(
         f"{name} is not a local folder, and huggingface_hub, which would fetch it, is not installed",
         f"{name} is not a local folder and could not be fetched from the Hugging Face hub",
@@ -360,7 +363,7 @@ def _reading(name: HubName) -> AbstractContextManager[None]:
 
 
 def _listed(files: list[str]) -> str:
-    """The GGUF files of language models, for messages."""
+    """Returns the names of GGUF files of language models, for a message."""
     ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower())
     more = f" and {len(ggufs) - _NAMED} more" if len(ggufs) > _NAMED else ""
     return (", ".join(ggufs[:_NAMED]) or "no GGUF files") + more

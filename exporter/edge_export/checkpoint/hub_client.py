@@ -1,6 +1,6 @@
-"""The hub's client: the only module that imports huggingface_hub, whose functions are called inside of `hub_errors`.
+"""Access to the Hugging Face hub. Only this module imports huggingface_hub, and its functions must be called inside `hub_errors`.
 
-A hub's answers become paths in the client's cache, so each answer is checked before the client gets it.
+The client turns parts of the hub's answers into paths in its cache. So each answer is checked before the client gets it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from edge_devices.waiting import Progress
 from edge_export.errors import CheckpointError
 
-# Headers that huggingface_hub joins into paths, and keys of JSON whose values it does.
+# HTTP headers and JSON keys whose values huggingface_hub joins into paths.
 _PATH_HEADERS = ("X-Repo-Commit", "X-Linked-ETag", "ETag", "X-Xet-Hash")
 _PATH_KEYS = ("sha", "oid", "sha256", "blobId", "xetHash")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
@@ -26,7 +26,7 @@ _CLIENT_LOCK = threading.Lock()
 
 @contextmanager
 def hub_errors(missing: str, failed: str, advice: str) -> Iterator[None]:
-    """Makes one sentence of whatever goes wrong. Raises CheckpointError: `missing` if the client is not installed, else `failed`."""
+    """Turns any error into a CheckpointError of one sentence: `missing` if the client is not installed, else `failed`."""
     try:
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError as error:
@@ -36,7 +36,7 @@ def hub_errors(missing: str, failed: str, advice: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # what the client makes of a malformed answer differs from release to release
+    except Exception as error:  # which error the client raises for a malformed answer differs between releases
         known = (HfHubHTTPError, HFValidationError, OSError, ValueError)
         cause = next((each for each in _causes(error) if str(each).strip() and (isinstance(each, known) or _of_transport(each))), None)
         reason = (str(cause or error).strip().splitlines() or [""])[0]
@@ -54,12 +54,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _of_transport(error: BaseException) -> bool:
-    """Whether a connection failed. The HTTP library below the client changes between releases, so its errors are known by name."""
+    """Whether a connection failed. The client's HTTP library differs between releases, so its errors are recognized by name."""
     return any(base.__name__ == "TransportError" for base in type(error).__mro__)
 
 
 def _check_answers() -> None:
-    """Makes the client of this process check each answer before it is used; the client is otherwise as it was set."""
+    """Makes this process's client check each answer before it uses it; the client's other settings stay as they were."""
     from huggingface_hub import get_session, set_client_factory
 
     with _CLIENT_LOCK:
@@ -68,7 +68,7 @@ def _check_answers() -> None:
             return
         make = _client_factory(session)
 
-        def checked() -> Any:  # also called for a new client after an error of the connection
+        def checked() -> Any:  # also called when the client is replaced after a connection error
             client = make()
             client.event_hooks = client.event_hooks | {"response": [*client.event_hooks.get("response", ()), _check_answer]}
             return client
@@ -77,7 +77,10 @@ def _check_answers() -> None:
 
 
 def _client_factory(session: Any) -> Callable[[], Any]:
-    """Returns what makes clients like this one. The client has no public name for it; in a release without ours, a plain one is made."""
+    """Returns a factory of clients like this one.
+
+    huggingface_hub has no public name for its own factory. In a release without the private name, the factory makes plain clients.
+    """
     with suppress(ImportError, AttributeError):
         from huggingface_hub.utils import _http
 
@@ -88,7 +91,7 @@ def _client_factory(session: Any) -> Callable[[], Any]:
 
 
 def _check_answer(response: Any) -> None:
-    """Raises CheckpointError for a name that leaves its folder; `response` is httpx's. Its ETag is a name where a commit comes with it."""
+    """Raises CheckpointError if a name in httpx's `response` could lead out of the cache. An ETag becomes a name only beside a commit."""
     named: list[tuple[str, Any]] = []
     if "X-Repo-Commit" in response.headers:
         named = [(key, response.headers[key].removeprefix("W/").strip('"')) for key in _PATH_HEADERS if key in response.headers]
@@ -117,7 +120,7 @@ def _unsafe(response: Any, key: str, value: Any) -> CheckpointError:
 
 
 def listing(repository: str, revision: str | None) -> dict[str, int]:
-    """Names and sizes of the repository's files; empty if the hub cannot be reached, as all may be in the cache."""
+    """Returns names and sizes of the repository's files; empty if the hub cannot be reached, because all may be in the cache."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -125,7 +128,7 @@ def listing(repository: str, revision: str | None) -> dict[str, int]:
         siblings = HfApi().model_info(repository, revision=revision, files_metadata=True).siblings
     except (HfHubHTTPError, CheckpointError):
         raise
-    except Exception:  # noqa: BLE001 - the client's own errors of connections differ from release to release
+    except Exception:  # noqa: BLE001 - the client's connection errors differ between releases
         return {}
     return {file.rfilename: file.size or 0 for file in siblings or ()}
 
@@ -145,7 +148,7 @@ def is_cached(repository: str, revision: str | None, file: str) -> bool:
 
 
 def download(repository: str, revision: str | None, patterns: list[str], progress: Progress | None) -> Path:
-    """Downloads the files that fit, unless they are in the cache, and returns their folder; `progress` gets the bytes."""
+    """Downloads the files that match the patterns, unless they are cached, and returns their folder. `progress` gets the bytes."""
     from huggingface_hub import snapshot_download
 
     bars = {} if progress is None else {"tqdm_class": _bar(progress)}
@@ -153,7 +156,7 @@ def download(repository: str, revision: str | None, patterns: list[str], progres
 
 
 def _bar(progress: Progress) -> type[Any]:
-    """A tqdm class that shows nothing and reports the bytes of the one bar that counts files as they will be."""
+    """Returns a tqdm class that shows nothing. It reports bytes of files to `progress`, and ignores the bar for transferred bytes."""
     from huggingface_hub.utils import tqdm
 
     class Reported(tqdm):  # type: ignore[misc]
@@ -170,7 +173,7 @@ def _bar(progress: Progress) -> type[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository after an upload: its address, whether only its owner can read it, and bytes and sha256 (of large ones) of its files."""
+    """A repository after an upload: its address, whether it is private, and its files' sizes and, for large files, sha256."""
 
     address: str
     private: bool
@@ -178,9 +181,10 @@ class Repository:
 
 
 def upload_files(folder: Path, names: Iterable[str], texts: dict[str, str], repository: str, *, private: bool, message: str) -> Repository:
-    """Uploads files of a folder, then `texts` by name, into a repository that is made if there is none; `private` is for a new one.
+    """Uploads files of a folder into a repository, then `texts` by file name.
 
-    What is there already is not sent again. Raises CheckpointError without a token.
+    The repository is created if it does not exist; `private` matters only then. Files that it has already are not sent again. Raises
+    CheckpointError if there is no token.
     """
     from huggingface_hub import HfApi, constants, get_token
 

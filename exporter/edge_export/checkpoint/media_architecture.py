@@ -1,8 +1,8 @@
 """The vision and audio parts of a multimodal checkpoint: their config and the shapes of their tensors.
 
-Most members have towers of layers. 12B, the unified one, projects pixels and samples straight into the text model.
-Source of the facts: transformers, models/gemma4/modeling_gemma4.py and models/gemma4_unified/modeling_gemma4_unified.py. What llama.cpp
-has built in (tools/mtmd/models/gemma4*.cpp) must be in the config too.
+Most members of the family have towers of layers. 12B, the unified member, projects pixels and samples directly into the text model.
+Source of the facts: transformers, models/gemma4/modeling_gemma4.py and models/gemma4_unified/modeling_gemma4_unified.py. A config must
+agree with the constants in llama.cpp (tools/mtmd/models/gemma4*.cpp).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VISION, AUDIO = "model.vision_tower.", "model.audio_tower."
 EMBED_VISION, EMBED_AUDIO = "model.embed_vision.embedding_projection.weight", "model.embed_audio.embedding_projection.weight"
 EMBEDDER = "model.vision_embedder."
 MELS = 128
-# Values of 48 x 48 pixels, which is what one row of the unified member is made of.
+# One row of the unified member is made of the colour values of 48 x 48 pixels.
 PATCH_VALUES = 48 * 48 * 3
 _UNIFIED = "gemma4_unified"
 # Groups of `Checkpoint.left_out`.
@@ -44,7 +44,7 @@ _TOKEN_KEYS = {"image": ("boi_token_id", "image_token_id", "eoi_token_id"), "aud
 
 @dataclass(frozen=True, kw_only=True)
 class VisionTower:
-    """The vision tower: `positions` is the number of rows of each position table; `standardized` rows are shifted and scaled."""
+    """The vision tower. `positions` is the number of rows of each position table. If `standardized`, output rows are shifted and scaled."""
 
     hidden_size: int
     feed_forward: int
@@ -57,7 +57,7 @@ class VisionTower:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionEmbedder:
-    """The unified member's way from pixels to rows, one linear layer with norms; `positions` as in a tower."""
+    """The unified member's layer from pixels to rows: one linear layer with norms. `positions` has the same meaning as in a tower."""
 
     hidden_size: int
     positions: int
@@ -65,7 +65,7 @@ class VisionEmbedder:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioTower:
-    """The audio tower: `channels` are those of the two convolutions, `output_size` that of the rows before the embedder."""
+    """The audio tower. `channels` are those of the two convolutions; `output_size` is the width of the rows before the embedder."""
 
     hidden_size: int
     layers: int
@@ -77,16 +77,16 @@ class AudioTower:
 
 @dataclass(frozen=True, kw_only=True)
 class RawSound:
-    """The unified member's way from sound to rows: `samples` of them are projected into one row."""
+    """The unified member's handling of sound: this number of `samples` is projected into one row."""
 
     samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaArchitecture:
-    """What a model takes beside text; `text_size` is the width of a soft row. Tokens are (begin, placeholder, end).
+    """The inputs of a model besides text. `text_size` is the width of a soft row. Tokens are (begin, placeholder, end).
 
-    `bidirectional`: inside an image, sliding layers attend to later rows too.
+    If `bidirectional`, sliding layers also attend to later rows within an image.
     """
 
     vision: VisionTower | VisionEmbedder
@@ -97,7 +97,7 @@ class MediaArchitecture:
     audio_tokens: tuple[int, int, int] | None
 
     def shapes(self) -> Shapes:
-        """Names and shapes of all tensors of the vision and audio parts."""
+        """Returns the names and shapes of all tensors of the vision and audio parts."""
         shapes = _vision_shapes(self.vision) if isinstance(self.vision, VisionTower) else _embedder_shapes(self.vision)
         shapes[EMBED_VISION] = (self.text_size, self.vision.hidden_size)
         if isinstance(self.audio, AudioTower):
@@ -108,7 +108,7 @@ class MediaArchitecture:
 
 
 def parse_media(config: dict[str, Any], path: Path, text_size: int, vocab_size: int) -> MediaArchitecture:
-    """Reads a checkpoint's config. Raises CheckpointError if it takes no images, or in a way that llama.cpp would compute differently."""
+    """Reads a checkpoint's config. Raises CheckpointError if the model has no vision part, or if llama.cpp would compute it differently."""
     outer, kind = CheckedValues(config, path, "", "use an unmodified config"), config.get("model_type")
     text = config.get("text_config")
     if not isinstance(config.get("vision_config"), dict) or not isinstance(text, dict) or kind not in ("gemma4", _UNIFIED):

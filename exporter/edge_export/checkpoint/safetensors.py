@@ -1,4 +1,4 @@
-"""The files of a checkpoint, untrusted when read: values of JSON files with their types and limits, and tensors of safetensors files."""
+"""Reads a checkpoint's files, which are not trusted: values of JSON files, with checks of type and range, and safetensors files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from edge_export.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 << 20
 MAX_SIZE = 1 << 24
-# Within float32, the type of numbers in GGUF and ONNX.
+# The largest accepted number. It fits into float32, which is the type of numbers in GGUF and ONNX.
 MAX_NUMBER = 1e30
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises CheckpointError for a git-lfs pointer, which a clone without git-lfs has in place of a file."""
+    """Raises CheckpointError for a git-lfs pointer, which is in place of the file in a clone that was made without git-lfs."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise CheckpointError(f"{path} is a git-lfs pointer, not the file itself; run git lfs pull in its folder, or download it again")
@@ -48,27 +48,27 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 
 
 def read_optional_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Like read_json_object, but a missing file is an empty object."""
+    """As read_json_object, but returns an empty object if the file is missing."""
     return read_json_object(path, max_bytes) if path.is_file() else {}
 
 
 class CheckedValues:
-    """Takes checked values out of a mapping. An error names the file and the key, which begins with `where`, and ends in `advice`."""
+    """Returns checked values of a mapping. An error names the file and the key, with `where` in front, and ends with `advice`."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, where: str, advice: str) -> None:
         self.values, self.path = values, path
         self.where, self._advice = where, advice
 
     def get(self, key: str) -> Any:
-        """Returns the value as it is, None without one."""
+        """Returns the value unchecked; None if the key is missing."""
         return self.values.get(key)
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
-        """Returns the error for a value; `expected` is what it should be."""
+        """Returns an error for a wrong value; `expected` describes the right one."""
         return CheckpointError(f"{self.path}: {self.where}{key} is {repr(self.get(key))[:200]}, not {expected}; {self._advice}")
 
     def integer(self, key: str, low: int = 1, high: int = MAX_SIZE, default: int | None = None) -> int:
-        """Returns an integer within these limits."""
+        """Returns an integer from `low` to `high`."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -103,25 +103,25 @@ class CheckedValues:
         return CheckedValues(value, self.path, f"{self.where}{key}.", self._advice)
 
     def over(self, defaults: Mapping[str, Any]) -> CheckedValues:
-        """Returns these values over others, which count for keys that are missing."""
+        """Returns these values, with `defaults` for keys that are missing."""
         return CheckedValues({**defaults, **self.values}, self.path, self.where, self._advice)
 
     def demand(self, key: str, *allowed: Any) -> None:
-        """Raises CheckpointError unless the value is one of these; the first is the default."""
+        """Raises CheckpointError unless the value is one of `allowed`. The first of these is the default."""
         if self.values.get(key, allowed[0]) not in allowed:
             raise self.wrong(key, " or ".join(repr(value) for value in allowed))
 
 
-# Tensors of safetensors checkpoints: the library checks each file, and no more than a piece of one tensor is in memory.
+# Tensors of safetensors checkpoints. The library checks each file. No more than a piece of one tensor is in memory.
 
 MAX_INDEX_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _LONGEST_NAME = 200
-# Values per piece of whole rows: 8 MiB once they are float32. A longer row is a piece.
+# Values per piece of whole rows, which are 8 MiB as float32. A longer row is a piece by itself.
 PIECE_VALUES = 2 << 20
 _BYTE = 8
-# The dtypes that are read, by safetensors' names.
+# The dtypes that can be read, by their names in safetensors.
 READABLE: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -135,10 +135,10 @@ SOURCE_TYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The place of a tensor: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`.
+    """Where a tensor is stored: `bytes` bytes of `dtype` (safetensors' name) from `offset` in `path`.
 
-    With `scales` it is a matrix of codes of `bits` bits, the first in a byte's lowest ones; `scales` [rows, n] are the factors of n equal
-    parts of a row.
+    If `scales` is given, the tensor is a matrix of codes of `bits` bits, and the first code of a byte is in its lowest bits. `scales`
+    [rows, n] has one factor for each of n equal parts of a row.
     """
 
     name: str
@@ -156,7 +156,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Reads headers only. Raises CheckpointError for a missing, truncated or malformed shard, or an index that does not fit its shards.
     """
-    # As in transformers, a single file is complete: an index beside it is left from an earlier save.
+    # As in transformers, a single file is the complete model. An index beside it is left from an earlier save and ignored.
     if (folder / SINGLE_NAME).is_file():
         return read_header(folder / SINGLE_NAME)
     index = folder / INDEX_NAME
@@ -195,7 +195,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     refuse_pointer(path)
     try:
         with safe_open(path, framework="np"):
-            pass  # every tensor lies inside the file, and has the bytes of its dtype and shape
+            pass  # opening checks that every tensor lies inside the file and has the size that its dtype and shape require
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no sound safetensors file or is truncated ({str(error)[:200]}); download it again") from error
     with path.open("rb") as file:
@@ -211,15 +211,15 @@ def _stored(name: str, path: Path, start: int, entry: dict[str, Any]) -> StoredT
 
 
 def mapped(tensor: StoredTensor) -> NDArray[Any]:
-    """The values as they are stored, mapped: for rows that are read in another order. The page cache holds as many as fit into memory."""
+    """Maps the stored values into memory, for reading rows in any order. The page cache keeps as many as fit."""
     return np.memmap(tensor.path, READABLE[tensor.dtype], "r", tensor.offset, tensor.shape)
 
 
 def read_stored(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
-    """Yields the values as they are stored, in pieces of whole rows [n, ...].
+    """Yields the values in their stored dtype, in pieces of whole rows [n, ...].
 
-    Raises CheckpointError if the file got shorter, the dtype is not READABLE, or a value is not a number; a single value may be infinite,
-    as the towers' bounds are.
+    Raises CheckpointError if the file got shorter, the dtype is not READABLE, or a value is NaN or infinite. Only a tensor of a single
+    value may be infinite, because the towers' bounds are.
     """
     kind = _numpy_type(tensor)
     for piece in _row_bytes(tensor):
@@ -236,7 +236,7 @@ def _numpy_type(tensor: StoredTensor) -> np.dtype[Any]:
 
 
 def _refuse_nan(values: NDArray[Any], tensor: StoredTensor) -> None:
-    # By their bits, sign aside, which is several times as fast as isfinite.
+    # Compares bit patterns without the sign, which is several times faster than isfinite.
     bits = values.view(f"<u{values.itemsize}")
     largest = int((bits & np.iinfo(bits.dtype).max // 2).max(initial=0))
     infinity = int(np.array(np.inf, values.dtype).view(bits.dtype))
@@ -262,7 +262,8 @@ def _row_bytes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
 def read_rows(tensor: StoredTensor, float_type: FloatType = "f32") -> Iterator[NDArray[Any]]:
     """Yields the values as float32, float16 or bfloat16, in pieces of whole rows [n, ...].
 
-    Raises CheckpointError if the tensor is not floating point, or holds a finite value that float16 cannot; and as `read_stored`.
+    Raises CheckpointError if the tensor is not floating point, if a finite value is beyond float16 where that is requested, and as
+    `read_stored` does.
     """
     if tensor.scales is None and tensor.dtype not in SOURCE_TYPE:
         raise CheckpointError(f"{tensor.path}: {tensor.name!r} is {tensor.dtype}, not F32, F16 or BF16; use an unquantized checkpoint")
@@ -278,13 +279,13 @@ def read_rows(tensor: StoredTensor, float_type: FloatType = "f32") -> Iterator[N
 
 
 def read_codes(tensor: StoredTensor) -> Iterator[NDArray[np.uint8]]:
-    """Yields the bytes of a matrix of codes in pieces of whole rows; int8 as levels from 0 too."""
+    """Yields the bytes of a matrix of codes in pieces of whole rows. int8 codes are converted to unsigned levels, like all others."""
     for piece in _row_bytes(tensor):
         yield piece ^ np.uint8(128) if tensor.bits == _BYTE else piece
 
 
 def _decoded(tensor: StoredTensor, scales: StoredTensor) -> Iterator[NDArray[np.float32]]:
-    """Values of codes: (code - 2^(bits-1)) * scale (transformers, integrations/gemma_quant.py; compressed-tensors, pack-quantized)."""
+    """Yields the values of codes, (code - 2^(bits-1)) * scale (transformers, gemma_quant.py; compressed-tensors, pack-quantized)."""
     factors, at, bits = read_values(scales), 0, tensor.bits
     shifts = np.arange(0, _BYTE, bits, dtype=np.uint8)
     for piece in read_codes(tensor):
@@ -295,7 +296,7 @@ def _decoded(tensor: StoredTensor, scales: StoredTensor) -> Iterator[NDArray[np.
 
 
 def read_values(tensor: StoredTensor) -> NDArray[Any]:
-    """Returns all values of a tensor in its shape: float32, or the integers as they are. Raises CheckpointError as `read_stored` does."""
+    """Returns all values in the tensor's shape: floats as float32, integers unchanged. Raises CheckpointError as `read_stored` does."""
     floating = tensor.dtype in SOURCE_TYPE or tensor.scales is not None
     pieces = read_rows(tensor) if floating else read_stored(tensor)
     values, at = np.empty(tensor.shape or 1, np.float32 if floating else _numpy_type(tensor)), 0
@@ -306,7 +307,7 @@ def read_values(tensor: StoredTensor) -> NDArray[Any]:
 
 
 def same_values(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two float tensors hold the same values in the same shape. Reads both, until they differ. Raises CheckpointError."""
+    """Whether two float tensors have the same shape and values. Reads both until they differ. Raises CheckpointError."""
     return first.shape == second.shape and all(
         np.array_equal(one, other) for one, other in zip(read_rows(first), read_rows(second), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Where a pair comes from: folders, hub names or GGUF files that the user names, and the trained pairs that are shipped."""
+"""Where a pair comes from: folders, hub names or GGUF files that the user names, or the trained pairs that the package contains."""
 
 from __future__ import annotations
 
@@ -65,17 +65,18 @@ from edge_export.errors import CheckpointError, ExportError
 from edge_runtime.bundle.gguf_header import GgufHeader, LongArray, string_array
 from edge_runtime.bundle.manifest import ModelSource, SourceFile
 
-# The trained pairs that are shipped with the package: small Gemma 4 targets with their MTP drafters, as Hugging Face folders.
+# The trained pairs in the package are small Gemma 4 targets with their MTP drafters, as Hugging Face folders.
 #
-# A target that is widened with zeros has the cost of a phone-sized model and the same output. A gated feed-forward layer is
-# down(act(gate x) * up x). New rows of gate and up and new columns of down are zeros, so that they add act(0) * 0 = 0 to every sum. The
-# zeros are holes of the file, which take no disk space on common file systems.
+# A widened target has the same output as the original but costs as much to run as a phone-sized model. A gated feed-forward layer is
+# down(act(gate x) * up x). Widening adds rows of zeros to gate and up, and columns of zeros to down, which add act(0) * 0 = 0 to every sum.
+# In the file the zeros are holes, which take no disk space on common file systems.
 
 _REFERENCE, _CHAT = "reference_pair", "chat_pair"
 DESCRIPTION = "the shipped example, which continues Python code and its documentation; it was never taught to answer questions"
 CHAT_DESCRIPTION = "the shipped example for a chat, which was taught short answers about Python, units and edge-mtp; it knows nothing else"
 WIDENED = "; zeros give it the cost of a phone-sized model"
-# 488 million target weights instead of 8 million: about as many bytes per token as a phone-sized model in 4 bits.
+# The factor of widening. It makes 488 million target weights of 8 million, so a token reads about as many bytes as in a phone-sized 4-bit
+# model.
 FACTOR = 96
 _ROWS, _COLUMNS = (".mlp.gate_proj.weight", ".mlp.up_proj.weight"), ".mlp.down_proj.weight"
 
@@ -86,18 +87,18 @@ def reference_pair() -> tuple[Path, Path]:
 
 
 def chat_pair() -> tuple[Path, Path]:
-    """As `reference_pair`, of the same pair after it was taught a few hundred short answers."""
+    """As `reference_pair`, but returns the pair that was then trained on a few hundred short answers."""
     return _shipped(_CHAT)
 
 
 def shipped_acceptance(drafter: Path) -> dict[str, Any]:
-    """Returns the counts of drafts that were measured with a shipped pair, by its drafter's folder; the widened pair has the same."""
+    """Returns the counts of drafts that were measured with the shipped pair of this drafter. They hold for the widened pair too."""
     counts: dict[str, Any] = json.loads((drafter.parent / "drafts.measured.json").read_text(encoding="utf-8"))
     return counts
 
 
 def _shipped(name: str) -> tuple[Path, Path]:
-    # The package is never run from an archive (its model files are read by path), so a resource is a real folder.
+    # The package is never run from an archive, because its model files are read by path. So a resource is a real folder.
     folder = Path(str(files("edge_export"))) / name
     target, drafter = folder / "target", folder / "drafter"
     for part in (target, drafter):
@@ -108,7 +109,7 @@ def _shipped(name: str) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def widened_target(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder with the widened twin of a target's checkpoint folder."""
+    """Yields a temporary folder with the widened copy of a target's checkpoint."""
     with tempfile.TemporaryDirectory(prefix="edge-export-") as place:
         output = Path(place) / "reference-widened"
         widen_target(folder, output)
@@ -116,7 +117,7 @@ def widened_target(folder: Path) -> Iterator[Path]:
 
 
 def widen_target(folder: Path, output: Path, factor: int = FACTOR) -> None:
-    """Writes the widened twin of a target's checkpoint folder to the new folder `output`."""
+    """Writes the widened copy of a target's checkpoint to the new folder `output`."""
     output.mkdir(parents=True)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["intermediate_size"] *= factor
@@ -137,7 +138,7 @@ def _widen(source: Path, output: Path, factor: int) -> None:
         header[name] = {"dtype": tensor.dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with output.open("wb") as file:  # what is not written is zeros
+    with output.open("wb") as file:  # bytes that are never written are zeros
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     for name, wide in read_header(output).items():
@@ -145,7 +146,7 @@ def _widen(source: Path, output: Path, factor: int) -> None:
         values[tuple(map(slice, tensors[name].shape))] = mapped(tensors[name])
 
 
-# Files of a checkpoint folder, besides the weights, that determine the bundle.
+# Files of a checkpoint folder, besides the weights, on which the bundle depends.
 _SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -162,9 +163,9 @@ _QAT = "qat-"
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSource:
-    """One half of the pair. `origin` is the name that the user gave; `gguf` is the header if it is an existing GGUF, used unchanged.
+    """One half of the pair. `origin` is the name that the user gave. `gguf` is the header of an existing GGUF, which is used unchanged.
 
-    `tokenizer` is that of the checkpoint's own folder, or the target's for a drafter without one; None for a GGUF.
+    `tokenizer` is that of the checkpoint's own folder, or the target's if a drafter has none; None for a GGUF.
     """
 
     role: str
@@ -180,7 +181,7 @@ class ResolvedSource:
 
     @property
     def public_name(self) -> str:
-        """A hub id as it is; of a local path only its last part, as a bundle must not tell of its maker's folders."""
+        """A hub id unchanged, or the last part of a local path, because a bundle must not reveal its maker's folders."""
         path = Path(self.origin)
         return (path.name or path.resolve().name) if path.exists() else self.origin
 
@@ -191,7 +192,7 @@ class ResolvedSource:
 
     @property
     def stored_type(self) -> FloatType:
-        """The float type of most of a checkpoint's weights, which keeps them exactly."""
+        """The float type in which most of the checkpoint's weights are stored, which keeps them exactly."""
         sizes: dict[str, int] = {}
         for tensor in self.checkpoint.tensors.values():
             if tensor.dtype in SOURCE_TYPE:
@@ -201,18 +202,17 @@ class ResolvedSource:
 
 
 def resolve_pair(target: str, drafter: str, progress: Progress | None = None) -> tuple[ResolvedSource, ResolvedSource]:
-    """Opens both halves and checks that they belong together. Reads headers and tokenizers, no weights.
+    """Opens both halves and checks that they are a pair. Reads headers and tokenizers, but no weights.
 
-    May download from the hub, which `progress` shows.
-
-    Raises CheckpointError if one cannot be read, if target and drafter are exchanged, or if they are not a pair.
+    It may download from the hub; `progress` then shows that. Raises CheckpointError if a half cannot be read, if target and drafter are
+    exchanged, or if they are not a pair.
     """
     with _readable(f"{target} or {drafter}"):
         return _resolved(target, drafter, progress)
 
 
 def resolve_target(target: str) -> ResolvedSource:
-    """Opens a target's checkpoint by itself, as `resolve_pair` does. Raises CheckpointError, for a GGUF too."""
+    """Opens only a target's checkpoint, as `resolve_pair` does. Raises CheckpointError, also if it is a GGUF."""
     with _readable(target):
         source = _open("target", target, None)
         if source.gguf is not None:
@@ -235,9 +235,9 @@ def _check_target(source: ResolvedSource) -> None:
 
 
 def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSource]:
-    """Opens both halves for a plan, which needs no weights: a hub repository or a folder may have no more than config.json.
+    """Opens both halves for a plan. A plan needs no weights, so config.json is enough in a hub repository or a folder.
 
-    A published size, such as E2B, is a name too. Raises CheckpointError.
+    A published size, such as E2B, is accepted as a name too. Raises CheckpointError.
     """
     first, second = _planned("target", target), _planned("drafter", drafter)
     if first is None and second is None:
@@ -247,7 +247,10 @@ def planned_pair(target: str, drafter: str) -> tuple[ResolvedSource, ResolvedSou
 
 
 def planned_download(source: ResolvedSource) -> tuple[int, bool]:
-    """Bytes to download for an export of this half, and whether the hub says so; else they follow from its config: the text model alone."""
+    """Returns the bytes that an export of this half downloads, and whether they are from the hub's listing.
+
+    Otherwise they are computed from its config, for the text model only.
+    """
     if _local(source.origin).exists():
         return 0, True
     name = hub_name(source.origin)
@@ -256,14 +259,14 @@ def planned_download(source: ResolvedSource) -> tuple[int, bool]:
 
 
 def _local(origin: str) -> Path:
-    """The path that a name would be here; ~name of an unknown user is an ordinary path."""
+    """Returns a name as a local path. `~name` of an unknown user is left as it is."""
     with contextlib.suppress(RuntimeError):
         return Path(origin).expanduser()
     return Path(origin)
 
 
 def _planned(role: str, origin: str) -> ResolvedSource | None:
-    """None for what has weights here: its files tell more."""
+    """Opens a half by its config alone. Returns None if weights are here, because their files say more."""
     path = _local(origin)
     config = None if path.exists() else published_config(origin, assistant=role == "drafter")
     if config is None:
@@ -297,7 +300,7 @@ def _resolved(target: str, drafter: str, progress: Progress | None) -> tuple[Res
 
 
 def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | None:
-    """Returns a warning if, by their names, one half was trained for quantization and the other was not; None otherwise."""
+    """Returns a warning if the names say that only one half was trained for quantization; else None."""
     trained = [_QAT in Path(source.origin).name.lower() for source in (target, drafter)]
     if trained[0] == trained[1]:
         return None
@@ -309,13 +312,13 @@ def mixed_training(target: ResolvedSource, drafter: ResolvedSource) -> str | Non
 
 
 def manifest_source(source: ResolvedSource, progress: Callable[[int], None]) -> ModelSource:
-    """Hashes the files the export read; `progress` gets the bytes read since its last call."""
+    """Hashes the files that the export reads and returns the manifest's entry. `progress` gets the bytes read since its last call."""
     files = tuple(_hashed(path, progress) for path in source_files(source))
     return ModelSource(origin=source.public_name, model_type=source.checkpoint.model_type, files=files)
 
 
 def source_files(source: ResolvedSource) -> list[Path]:
-    """Returns the files an export reads of this half, weights first."""
+    """Returns the files of this half that an export reads, weights first."""
     if source.gguf is not None:
         return [source.path]
     weights = sorted({tensor.path for tensor in source.checkpoint.tensors.values()})
@@ -348,12 +351,12 @@ def _open(role: str, origin: str, progress: Progress | None, listings: Listings 
 
 
 def _table(source: ResolvedSource) -> TokenTable | None:
-    """The token table of a checkpoint folder; None for a GGUF and for a folder without one."""
+    """Returns the token table of a checkpoint folder; None for a GGUF and for a folder without a tokenizer."""
     return read_table(source.path) if source.gguf is None and (source.path / TOKENIZER_NAME).is_file() else None
 
 
 def _with_tokenizer(source: ResolvedSource, table: TokenTable | None, other: TokenTable | None) -> ResolvedSource:
-    """Reads the vocabulary; added tokens that only the `other` half has are part of it too."""
+    """Returns the source with its vocabulary, which includes added tokens that only the `other` half has."""
     if source.gguf is not None:
         return source
     if table is None:
@@ -371,7 +374,10 @@ def _check_vocabularies(target: ResolvedSource, drafter: ResolvedSource) -> None
 
 
 def _check_tables(target: ResolvedSource, drafter: ResolvedSource, theirs: TokenTable, own: TokenTable) -> None:
-    """Ids and pieces that both have must agree; only added tokens may be missing in one, as <|video|> is in the published assistants."""
+    """Raises CheckpointError unless both tokenizers agree on shared ids and pieces.
+
+    Only added tokens may be missing in one of them, as <|video|> is missing in the published assistants.
+    """
     if theirs.ids == own.ids:
         return
     pieces_of = [{index: piece for piece, index in table.ids.items()} for table in (theirs, own)]
@@ -391,7 +397,7 @@ def _gguf_pieces(source: ResolvedSource) -> LongArray:
         assert source.tokenizer is not None
         return string_array(source.tokenizer.pieces)
     pieces = source.gguf.keys["tokenizer.ggml.tokens"]
-    assert isinstance(pieces, LongArray)  # open_gguf rejects a file without
+    assert isinstance(pieces, LongArray)  # open_gguf rejects a file without them
     return pieces
 
 

@@ -1,6 +1,7 @@
-"""tokenizer.json and its neighbours -> the vocabulary llama.cpp's converter writes for Gemma 4. No tokenizer library is run.
+"""Reads the vocabulary from tokenizer.json and the files beside it, without a tokenizer library.
 
-Special tokens are found as by transformers' loading of tokenizer_config.json and gguf-py's SpecialVocab.
+The result is the vocabulary that llama.cpp's converter writes for Gemma 4. Special tokens are found in the same way as when transformers
+loads tokenizer_config.json, and as in gguf-py's SpecialVocab.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from edge_export.errors import CheckpointError
 
 TOKENIZER_NAME = "tokenizer.json"
 TEMPLATE_NAME, OLD_TEMPLATE_NAME = "chat_template.jinja", "chat_template.json"
-# The runtime's own limit.
+# The same limit as in the runtime.
 MAX_TEMPLATE_BYTES = 1 << 20
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 SCORE = -1000.0
 SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# Pieces that must appear in the output text, for chat parsers.
+# Special pieces that must appear in the output text, because parsers of chat replies need them.
 VISIBLE = frozenset(
     ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'],
 )
@@ -34,7 +35,7 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class GgufVocabulary:
     """Pieces by id, their GGUF types (llama.cpp's llama_token_type), merges as "left right", and special token ids by kind.
 
-    `folder` holds the tokenizer's files.
+    `folder` contains the tokenizer's files.
     """
 
     folder: Path
@@ -56,7 +57,7 @@ class AddedToken:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """A folder's tokenizer.json: all its pieces with their ids, holes allowed, and those of them that were added to its vocabulary."""
+    """A folder's tokenizer.json: all its pieces with their ids, which may have gaps, and the pieces that are added tokens."""
 
     folder: Path
     tokenizer: dict[str, Any]
@@ -73,10 +74,10 @@ def read_table(folder: Path) -> TokenTable:
 
 
 def read_vocabulary(source: Path | TokenTable, others: Mapping[str, AddedToken] | None = None) -> GgufVocabulary:
-    """Reads the tokenizer of a checkpoint folder, or what is read of it already.
+    """Returns the vocabulary of a checkpoint folder, or of a table that was read from one already.
 
-    `others` are added tokens of the pair's other half, which this half may lack. Raises CheckpointError if it is not a Gemma-style BPE
-    tokenizer or has holes.
+    `others` are the added tokens of the pair's other half. Those that this half lacks are included. Raises CheckpointError if it is not a
+    Gemma-style BPE tokenizer, or if its ids have gaps.
     """
     table = read_table(source) if isinstance(source, Path) else source
     folder, tokenizer, path = table.folder, table.tokenizer, table.folder / TOKENIZER_NAME
@@ -138,19 +139,22 @@ def _type_of(piece: str, index: int, base: int, special: set[str]) -> int:
 
 
 def _content(entry: Any) -> str | None:
-    """The text of a special token entry: a string, or an AddedToken object."""
+    """Returns the text of a special token's entry, which is a string or an AddedToken object."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def _named_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The entries of tokenizer_config.json; those of special_tokens_map.json count more, where transformers reads it: beside old files."""
+    """Returns the entries of tokenizer_config.json.
+
+    If that is in an old format, the entries of special_tokens_map.json override them, as in transformers.
+    """
     return settings if "added_tokens_decoder" in settings else settings | read_optional_json_object(folder / "special_tokens_map.json")
 
 
 def _special_pieces(entries: dict[str, Any]) -> set[str]:
-    """The pieces that are special to transformers 5: named tokens, model-specific `*_token` entries and extra special tokens."""
+    """Returns the pieces that transformers 5 treats as special: named tokens, model-specific `*_token` entries, extra special tokens."""
     if str(entries.get("tokenizer_class", "")).startswith("Gemma"):
         entries = GEMMA_DEFAULTS | entries
     named = [entry for key, entry in entries.items() if key.endswith("_token")]
@@ -161,7 +165,7 @@ def _special_pieces(entries: dict[str, Any]) -> set[str]:
 
 
 def _merges(merges: Any, path: Path) -> tuple[str, ...]:
-    """Merges in order of rank; a space inside a piece is written as U+0120, as llama.cpp reads it back."""
+    """Returns the merges in order of rank. A space inside a piece is written as U+0120, which llama.cpp converts back."""
     if not isinstance(merges, list) or not merges:
         raise CheckpointError(f"{path} has no merges; use the checkpoint's own tokenizer.json")
     if all(isinstance(merge, str) for merge in merges):
@@ -172,9 +176,10 @@ def _merges(merges: Any, path: Path) -> tuple[str, ...]:
 
 
 def _special_ids(table: TokenTable, named: dict[str, Any]) -> dict[str, int]:
-    """bos, eos, ... -> id: from the tokenizer's names where the text is an added token, else from config.json. Lists are not ids.
+    """Returns the ids of special tokens by kind, such as "bos".
 
-    Where both name no bos or eos, it is Gemma's.
+    An id comes from the tokenizer's settings if they name an added token, else from config.json if that has a single id and no list. If
+    neither names a bos or eos, it is Gemma's default.
     """
     ids_by_text: dict[str, int] = {}
     for token in _added(table.tokenizer, table.folder / TOKENIZER_NAME):
@@ -196,7 +201,7 @@ def _special_ids(table: TokenTable, named: dict[str, Any]) -> dict[str, int]:
 
 
 def _added_at_ends(post_processor: Any, settings: dict[str, Any]) -> dict[str, bool]:
-    """bos, eos, sep -> whether the tokenizer adds it, from its template, else from tokenizer_config.json."""
+    """Returns for bos, eos and sep whether the tokenizer adds it. Its template counts first, then tokenizer_config.json."""
     added: dict[str, bool] = {}
     parts = post_processor.get("processors", [post_processor]) if isinstance(post_processor, dict) else []
     for part in parts if isinstance(parts, list) else []:
@@ -225,7 +230,7 @@ def _read_template(part: dict[str, Any], settings: dict[str, Any], added: dict[s
 
 
 def _template_tokens(entries: Any) -> list[str | None]:
-    """The special token of each entry of a template; None for the text itself."""
+    """Returns the special token of each entry of a template; None for an entry that stands for text."""
     return [_template_token(entry) for entry in entries] if isinstance(entries, list) else []
 
 
@@ -236,7 +241,7 @@ def _template_token(entry: Any) -> str | None:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The default template: of chat_template.jinja, else of tokenizer_config.json, as in transformers, else of chat_template.json."""
+    """Returns the default chat template, from the first that has one: chat_template.jinja, tokenizer_config.json, chat_template.json."""
     path = folder / TEMPLATE_NAME
     template: Any = None
     if path.is_file():
@@ -258,7 +263,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _default_template(choices: list[Any], folder: Path) -> Any:
-    """The template named default of a list of named ones, or its only one, as transformers chooses."""
+    """Returns, as transformers does, the template that is named default in a list, or the only one."""
     named = {choice.get("name"): choice.get("template") for choice in choices if isinstance(choice, dict)}
     if "default" in named:
         return named["default"]

@@ -1,4 +1,4 @@
-"""Forms in which Gemma 4's weights were published: sizes and configs, packed codes with scales, grids that 4 bits hold exactly."""
+"""The formats in which Gemma 4's weights were published: sizes and configs, packed codes with scales, and 4-bit grids."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from edge_export.checkpoint.architecture import Shapes
 from edge_export.checkpoint.safetensors import SOURCE_TYPE, StoredTensor, read_rows, read_values
 from edge_export.errors import CheckpointError
 
-# What was published for Gemma 4: sizes with their configs, and quantized formats, of which some are not read.
+# What was published for Gemma 4: sizes with their configs, and quantized formats, some of which cannot be read here.
 #
 # Formats and their keys: transformers' quantizers, compressed-tensors' config, MLX's convert.py. Configs: config.json of
 # google/gemma-4-SIZE-it and of its -assistant.
 
 ADAPTER_NAME = "adapter_config.json"
-# What is read of compressed-tensors' pack-quantized weights; zero points come with symmetric false.
+# The only settings of compressed-tensors' pack-quantized weights that are read. Weights with zero points have symmetric false.
 _PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _NAMED = 4
 _METHODS = {
@@ -42,7 +42,7 @@ _METHODS = {
     "fbgemm_fp8": "FP8 weights",
 }
 SIZES = {(35, 1536): "E2B", (42, 2560): "E4B", (48, 3840): "12B", (30, 2816): "26B-A4B", (60, 5376): "31B"}
-# What matters here of config.json of each size's target and assistant.
+# The parts of config.json that are needed here, for each size's target and assistant.
 _CONFIGS = Path(__file__).with_name("configs.json")
 
 
@@ -68,7 +68,7 @@ def names_quantization(config: dict[str, Any]) -> bool:
 
 
 def rounds_activations(config: dict[str, Any]) -> str | None:
-    """Returns the method of a format that rounds activations and is read (-qat-mobile-transformers, -ct); None for others."""
+    """Returns the quantization method if the format rounds activations and can be read (-qat-mobile-transformers, -ct), else None."""
     section = _section(config) or {}
     method, groups = section.get("quant_method"), section.get("config_groups")
     if method == "gemma":
@@ -79,7 +79,7 @@ def rounds_activations(config: dict[str, Any]) -> str | None:
 
 
 def _mobile_group(group: Any) -> bool:
-    """Weights as integers with scales for rows or blocks, inputs rounded to int8 with a fixed scale."""
+    """Whether a group has integer weights with scales for rows or blocks, and inputs rounded to int8 with a fixed scale."""
     weights = group.get("weights") if isinstance(group, dict) else None
     inputs = group.get("input_activations") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or not isinstance(inputs, dict):
@@ -90,7 +90,7 @@ def _mobile_group(group: Any) -> bool:
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the object that describes the quantization, from any of the places where it is written; None if there is none."""
+    """Returns the object that describes the quantization, wherever in config.json it is; None if there is none."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "quantization", "compression_config"):
@@ -106,7 +106,7 @@ def _read_directly(section: dict[str, Any]) -> bool:
 
 
 def _unread(section: dict[str, Any]) -> str:
-    """Returns what of packed weights cannot be read, and why; empty if all can be."""
+    """Returns the settings of packed weights that cannot be read; empty if all can be."""
     groups = section.get("config_groups")
     reasons = [] if isinstance(groups, dict) and groups else ["no config_groups"]
     for group in groups.values() if isinstance(groups, dict) else ():
@@ -159,22 +159,22 @@ def published_config(size: str, *, assistant: bool) -> dict[str, Any] | None:
     return config
 
 
-# Checkpoints with packed weights: codes and scales -> one matrix.
+# Checkpoints with packed weights. Here the codes and the scales of a matrix become one StoredTensor.
 #
 # `-qat-mobile-transformers` and `-ct` have 2, 4 or 8 bits with scales for each row, and round activations to int8. Layout: transformers,
 # integrations/gemma_quant.py (X.weight, X.weight_scale, X.input_activation_scale, X.output_activation_scale; tables as
 # X.embedding_quantized, X.embedding_scale), and compressed-tensors' pack-quantized (X.weight_packed, X.input_scale, X.output_scale).
 #
-# `-qat-w4a16-ct` has 4 bits and a scale for each block of 32, pack-quantized too, and rounds no activations.
+# `-qat-w4a16-ct` is pack-quantized too. It has 4 bits and a scale for each block of 32, and does not round activations.
 
-# A matrix X.weight by the name of its codes, and the name of its scales.
+# For a matrix X.weight: the possible names of its codes, and the name of its scales.
 _CODES = {"embedding_quantized": "embedding_scale", "weight_packed": "weight_scale", "weight": "weight_scale"}
 _ROUNDING = (("input_activation_scale", "input_scale"), ("output_activation_scale", "output_scale"))
 _DROPPED = ("weight_shape", "k_cache_scale", "v_cache_scale", "k_scale", "v_scale")
 _BITS = (2, 4, 8)
-# Values of a row with one scale in -qat-w4a16-ct.
+# How many values of a row share a scale in -qat-w4a16-ct.
 GROUP = 32
-# Scales of a linear layer's input and output; 0: not rounded.
+# The scales by which a linear layer's input and output are rounded; 0 means not rounded.
 Rounding = tuple[float, float]
 
 
@@ -183,8 +183,8 @@ def with_codes(
 ) -> tuple[dict[str, StoredTensor], dict[str, Rounding]]:
     """Returns the tensors with one entry for each matrix, and the rounding of each layer's activations by the matrix's name.
 
-    `tensors` are those of the text model under their text-only names. With a `group` so many values of a row share a scale, in 4 bits, and
-    activations are not rounded. Raises CheckpointError for parts that do not fit.
+    `tensors` are those of the text model under their text-only names. If `group` is given, weights have 4 bits, `group` values of a row
+    share a scale, and activations are not rounded. Raises CheckpointError if the parts of a matrix do not fit together.
     """
     merged: dict[str, StoredTensor] = {}  # by the names of the codes
     rounding: dict[str, Rounding] = {}
@@ -231,25 +231,29 @@ def _scale(stored: list[StoredTensor]) -> float:
     return value
 
 
-# Weights of quantization-aware training: each 32 along a row are q * s with q from -8 to 7, which q4_0 and int4 can hold exactly.
+# Weights of quantization-aware training lie on a grid: each 32 values along a row are q * s with integers q from -8 to 7. q4_0 and int4 can
+# store these exactly.
 #
-# They are stored as bfloat16. llama.cpp's rule s = extremum / -8 finds few of these grids again, as the greatest level of a block need not
-# be -8.
+# The weights are stored as bfloat16, from which the grid has to be found again. llama.cpp's rule s = extremum / -8 rarely finds it, because
+# the largest level of a block need not be -8.
 
 BLOCK = 32
 _LEVELS = 8
-# A stored value is off its grid by half a unit in the last place of bfloat16; a step is at least 16 times this.
+# A stored value differs from its grid by at most half a unit in the last place of bfloat16; a step is at least 16 times as large.
 _TOLERANCE = 2.0**-7
 _EXACT_TOLERANCE = 2.0**-20
-# Blocks of a tensor that are tried before all of it counts as lying on a grid.
+# How many blocks of a tensor are tested; if all of them lie on a grid, the whole tensor counts as such.
 _SAMPLE_BLOCKS = 4096
-# Blocks at once: they stay in a core's cache with what is computed of them.
+# How many blocks are processed at once. They and the intermediate values fit into a core's cache.
 _PIECE_BLOCKS = 1 << 13
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Levels int8 [n, 32], scales float32 [n], which blocks lie on a grid, bool [n], and which come back bit for bit, bool [n]."""
+    """Quantized blocks: levels int8 [n, 32] and scales float32 [n].
+
+    `on_grid`, bool [n]: the block lies on a grid. `exact`, bool [n]: its values are reproduced bit for bit.
+    """
 
     levels: NDArray[np.int8]
     scales: NDArray[np.float32]
@@ -260,7 +264,7 @@ class Grid:
 def find_grid(weights: NDArray[np.float32], *, half_scales: bool) -> Grid:
     """Finds the grid of blocks [n, 32]; `half_scales` rounds scales to float16, as q4_0 stores them.
 
-    Blocks on no grid get the levels of llama.cpp's rule for q4_0.
+    Blocks that lie on no grid get the scale of llama.cpp's rule for q4_0.
     """
     parts = [_find(weights[first : first + _PIECE_BLOCKS], half_scales) for first in range(0, len(weights), _PIECE_BLOCKS)]
     if not parts:
@@ -269,7 +273,7 @@ def find_grid(weights: NDArray[np.float32], *, half_scales: bool) -> Grid:
 
 
 def lies_on_grid(tensor: StoredTensor) -> bool:
-    """Whether a matrix lies on a grid, as far as a sample of its rows shows. Raises CheckpointError."""
+    """Whether a matrix lies on a grid, judged by a sample of its blocks. Raises CheckpointError if it cannot be read."""
     if len(tensor.shape) < 2 or tensor.shape[-1] % BLOCK:
         return False
     for piece in read_rows(tensor):
@@ -290,7 +294,7 @@ def _find(weights: NDArray[np.float32], half_scales: bool) -> Grid:
             break
         step = largest[left] / np.float32(level) if level < _LEVELS else extremum[left] / np.float32(-_LEVELS)
         part = weights[left]
-        # A subnormal block has no step that float32 can hold.
+        # A subnormal block may have a step of 0 in float32, so these operations may divide by 0.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             off = np.abs(part - np.rint(part / step[:, None]) * step[:, None]).max(axis=1)
         fits = off <= largest[left] * np.float32(_TOLERANCE if rounded else _EXACT_TOLERANCE)
@@ -308,13 +312,16 @@ def _find(weights: NDArray[np.float32], half_scales: bool) -> Grid:
 def _refined(
     weights: NDArray[np.float32], levels: NDArray[np.int8], scales: NDArray[np.float32], on_grid: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """The middle of the scales with which every level of a block rounds to its bfloat16; the old scale where there is none."""
+    """Returns, for each block, the middle of the range of scales with which all its levels round to the stored bfloat16 values.
+
+    Where that range is empty, it returns the old scale.
+    """
     size = np.abs(weights).astype(np.float64)
     count = np.abs(levels).astype(np.float64)
-    # bfloat16 has 8 significant bits: half a unit in the last place of a value in 2^e..2^(e+1) is 2^(e-8).
+    # bfloat16 has 8 significant bits, so half a unit in the last place of a value from 2^e to 2^(e+1) is 2^(e-8).
     mantissa, exponent = np.frexp(size)
     half = np.ldexp(1.0, exponent - 9)
-    # Below a power of two, values are twice as dense.
+    # Just below a power of two, bfloat16 values are twice as dense.
     below = np.where(mantissa == 0.5, half / 2, half)
     with np.errstate(divide="ignore", invalid="ignore"):
         low = np.where(count > 0, (size - below) / count, 0.0).max(axis=1)
@@ -327,7 +334,7 @@ def _refined(
 def _nearest_half(
     weights: NDArray[np.float32], levels: NDArray[np.int8], scales: NDArray[np.float32], rounded: bool
 ) -> NDArray[np.float32]:
-    """The float16 near each scale that brings most values back."""
+    """Returns, of the three float16 numbers nearest to each scale, the one that reproduces most values exactly."""
     with np.errstate(over="ignore"):
         nearest = scales.astype(np.float16)
     best, matches = nearest, _equal(weights, levels, nearest.astype(np.float32), rounded).sum(axis=1)
@@ -339,7 +346,7 @@ def _nearest_half(
 
 
 def _equal(weights: NDArray[np.float32], levels: NDArray[np.int8], scales: NDArray[np.float32], rounded: bool) -> NDArray[np.bool_]:
-    """Which values [n, 32] come back: as stored, in bfloat16 where they are."""
+    """Returns which values [n, 32] are reproduced exactly; if `rounded`, they are compared after rounding to bfloat16."""
     with np.errstate(invalid="ignore"):
         back = levels.astype(np.float32) * scales[:, None]
     if rounded:
