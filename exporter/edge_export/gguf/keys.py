@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import gguf as gguf  # the only module that imports it; writer.py takes it from here
+import gguf as gguf  # only this module imports gguf; writer.py imports the name from here
 import yaml
 
 from edge_devices.errors import errors_as
@@ -21,8 +21,8 @@ from edge_export.checkpoint.tokenizer_vocabulary import SCORE, GgufVocabulary
 from edge_export.errors import CheckpointError
 
 # Source of the facts: llama.cpp, conversion/base.py (TextModel), conversion/gemma.py (Gemma3Model, Gemma4Model and its children).
-# README.md's front matter and a model's name are read under limits for gguf's heuristics: gguf itself would read these files completely
-# and expand every alias, so that a small hostile file could use all memory. The only module here that imports yaml.
+# gguf's heuristics use README.md's front matter and the model's name, which are read here, with limits. gguf itself would read the whole
+# file and expand every alias, so a small hostile file could use up all memory. Only this module of the exporter imports yaml.
 
 ValueType = Literal["uint32", "float32", "bool", "string", "array"]
 Entry = tuple[str, ValueType, Any]
@@ -40,11 +40,11 @@ _MAX_GENERATION_BYTES = 1 << 20
 CARD_NAME = "README.md"
 MAX_FRONT_MATTER = 256 << 10
 _FENCE = "---"
-# Evaluation results are nested about eight deep.
+# Real front matter is nested about eight deep, in its evaluation results.
 _MAX_DEPTH = 32
-# gguf's split of a name into words takes time that grows with the square of its length.
+# gguf splits a name into words, which takes time that grows with the square of its length.
 _LONGEST_NAME = 4096
-# Fields of gguf.Metadata and their names in generation_config.json.
+# Fields of gguf.Metadata, and the names of the same settings in generation_config.json.
 _GENERATION_KEYS = {
     "sampling_sequence": "sequence",
     "sampling_top_k": "top_k",
@@ -62,12 +62,12 @@ _GENERATION_KEYS = {
 
 
 def architecture_name(model: TextArchitecture) -> str:
-    """The value of general.architecture."""
+    """Returns the value of general.architecture."""
     return "gemma4-assistant" if isinstance(model, AssistantArchitecture) else "gemma4"
 
 
 def architecture_entries(checkpoint: Checkpoint, file_type: int) -> list[Entry]:
-    """Hyperparameters; `file_type` is llama.cpp's llama_ftype. Raises CheckpointError for unusable suppress_tokens."""
+    """Returns the keys of the hyperparameters. `file_type` is llama.cpp's llama_ftype. Raises CheckpointError for bad suppress_tokens."""
     model = checkpoint.architecture
     name = architecture_name(model)
     feed_forward = [model.feed_forward_of(layer) for layer in range(model.layers)]
@@ -91,7 +91,7 @@ def architecture_entries(checkpoint: Checkpoint, file_type: int) -> list[Entry]:
         (f"{name}.attention.value_length", "uint32", model.full_head_dim),
         ("general.file_type", "uint32", file_type),
     ]
-    # Without the key llama.cpp caps a target's logits at 30 (src/llama-hparams.h); it caps no drafter's, and none at 0.
+    # Without this key, llama.cpp caps a target's logits at 30 (src/llama-hparams.h), but not a drafter's. The value 0 means no cap.
     if model.logit_softcap is not None or not isinstance(model, AssistantArchitecture):
         entries.append((f"{name}.final_logit_softcapping", "float32", model.logit_softcap or 0.0))
     entries += [
@@ -130,7 +130,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
 
 
 def _suppressed(checkpoint: Checkpoint) -> list[Entry]:
-    """Token ids that are never sampled; the converter writes them for unified targets only."""
+    """Returns the key of token ids that are never sampled. llama.cpp's converter writes it only for unified targets."""
     if checkpoint.model_type not in ("gemma4_unified", "gemma4_unified_text"):
         return []
     tokens = read_generation(checkpoint.folder).get("suppress_tokens") or []
@@ -141,7 +141,7 @@ def _suppressed(checkpoint: Checkpoint) -> list[Entry]:
 
 
 def vocabulary_entries(vocabulary: GgufVocabulary) -> list[Entry]:
-    """The tokenizer.* keys. add_bos_token is always true, as in Gemma4Model.set_vocab."""
+    """Returns the tokenizer.* keys. add_bos_token is always true, as in Gemma4Model.set_vocab."""
     prefix = "tokenizer.ggml."
     entries: list[Entry] = [
         (f"{prefix}model", "string", "gemma4"),
@@ -162,9 +162,10 @@ def vocabulary_entries(vocabulary: GgufVocabulary) -> list[Entry]:
 
 
 def add_general(writer: Any, folder: Path, config: dict[str, Any], kind: str = gguf.GGUFType.MODEL) -> None:
-    """Adds the general.* keys, as llama.cpp's converter writes them; `config` is its config.json.
+    """Adds the general.* keys as llama.cpp's converter writes them. `config` is the parsed config.json.
 
-    Raises CheckpointError for a file beyond the limits; values that fit no key are found only when the header is written (`unfit_values`).
+    Raises CheckpointError for a file beyond the limits. Values that do not fit their key are found only when the header is written (see
+    `unfit_values`).
     """
     total, shared, expert, experts = writer.get_total_parameter_count()
     named = {"_name_or_path": name_or_path(config, folder)}
@@ -173,7 +174,7 @@ def add_general(writer: Any, folder: Path, config: dict[str, Any], kind: str = g
     for field, key in _GENERATION_KEYS.items():
         setattr(metadata, field, generation.get(key))
     if metadata.sampling_penalty_repeat is None:
-        # llama.cpp's own copy of gguf reads this spelling, gguf 0.19 does not.
+        # llama.cpp's own copy of gguf reads this spelling too; gguf 0.19 does not.
         metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
     metadata.name = metadata.name if metadata.name is not None else folder.name
     if metadata.size_label is None and total > 0:
@@ -183,7 +184,7 @@ def add_general(writer: Any, folder: Path, config: dict[str, Any], kind: str = g
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
-    """A SafeLoader that rejects aliases, which can make a small file huge, and deep nesting."""
+    """A SafeLoader that rejects deep nesting, and aliases, by which a small file can expand to a huge one."""
 
     depth = 0
 
@@ -200,7 +201,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml publishes no types
 
 @contextlib.contextmanager
 def unfit_values(folder: Path) -> Iterator[None]:
-    """Turns what gguf raises for values that fit no key into a CheckpointError; its heuristics do not check values."""
+    """Turns the errors that gguf raises for unfit values into a CheckpointError. gguf's heuristics do not check values themselves."""
     try:
         yield
     except (struct.error, TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -209,22 +210,22 @@ def unfit_values(folder: Path) -> Iterator[None]:
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """Returns the front matter of README.md, read as gguf reads it; empty where there is none. Raises CheckpointError."""
+    """Returns the front matter of README.md, parsed as in gguf; empty if there is none. Raises CheckpointError."""
     path = folder / CARD_NAME
     if not path.is_file():
         return {}
-    # The same two changes as gguf's: no is the Norwegian language, and tabs are spaces.
+    # gguf makes the same two changes: `no` is a language (Norwegian) and not false, and tabs become spaces.
     text = _front_matter(path).replace("- no\n", '- "no"\n').replace("\t", "  ")
     try:
         data = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, LookupError, ArithmeticError, AttributeError, TypeError) as error:
-        # Not only invalid YAML: also numbers of thousands of digits, impossible dates, tags that do not fit their value.
+        # Other errors than YAMLError come from numbers of thousands of digits, impossible dates, and tags that do not fit their value.
         raise CheckpointError(f"{path} has front matter that cannot be read ({' '.join(str(error).split())[:200]}); correct it") from error
     return data if isinstance(data, dict) else {}
 
 
 def _front_matter(path: Path) -> str:
-    """The lines between the first two fences. Reads no more than their limit."""
+    """Returns the lines between the first two fences. Reads at most MAX_FRONT_MATTER characters."""
     try:
         with errors_as(CheckpointError, f"{path} cannot be read", "check the checkpoint"), path.open(encoding="utf-8") as file:
             text = file.read(MAX_FRONT_MATTER)
@@ -241,19 +242,19 @@ def _front_matter(path: Path) -> str:
 
 
 def name_or_path(config: dict[str, Any], folder: Path) -> Any:
-    """Returns `_name_or_path` of config.json, None if it has none. Raises CheckpointError if it is not a name."""
+    """Returns `_name_or_path` of config.json; None if it is missing. Raises CheckpointError if it is not a name."""
     name = config.get("_name_or_path")
     if name is not None and not (isinstance(name, str) and len(name) <= _LONGEST_NAME):
         raise CheckpointError(f"{folder / 'config.json'}: _name_or_path is not a name of at most {_LONGEST_NAME} characters; correct it")
     return name
 
 
-# Tensor names: Hugging Face's Gemma 4 names -> the names llama.cpp's `gemma4` and `gemma4-assistant` load.
+# Tensor names: from Hugging Face's names for Gemma 4 to those that llama.cpp's `gemma4` and `gemma4-assistant` load.
 #
 # Source of the facts: llama.cpp, gguf-py/gguf/tensor_mapping.py and src/models/gemma4*.cpp.
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
-# Names that gguf-py's table lacks, or has without an ending.
+# Names that gguf-py's table lacks, or has without their ending.
 _OWN_NAMES = {
     "pre_projection.weight": "nextn.pre_projection.weight",
     "post_projection.weight": "nextn.post_projection.weight",
@@ -321,7 +322,7 @@ _AUDIO_LAYER = {
     "self_attn.per_dim_scale": "per_dim_scale",
     "self_attn.post": "attn_out",
     "norm_post_attn": "attn_post_norm",
-    # The two names of the converter are exchanged; its reader expects them so.
+    # llama.cpp's converter exchanges these two names, and its reader expects that.
     "lconv1d.pre_layer_norm": "conv_norm",
     "lconv1d.conv_norm": "norm_conv",
     "lconv1d.linear_start": "conv_pw1",
@@ -333,7 +334,7 @@ _TOWER_LAYER = re.compile(r"model\.(vision|audio)_tower\.(?:encoder\.)?layers\.(
 
 
 def gguf_name(name: str) -> str | None:
-    """Returns the GGUF name of a text tensor, e.g. model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight; None if it has none."""
+    """Returns the GGUF name of a text tensor, such as blk.3.ffn_up.weight for model.layers.3.mlp.up_proj.weight; None if it has none."""
     layer = _LAYER.fullmatch(name)
     of_first = name if layer is None else f"model.layers.0.{layer[2]}"
     short: str | None = _OWN_NAMES.get(of_first) or _NAMES.get_name(of_first, try_suffixes=(".weight",))

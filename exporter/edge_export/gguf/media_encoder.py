@@ -1,9 +1,10 @@
-"""The encoder of images and sound as a GGUF file (llama.cpp's mmproj): what llama.cpp's converter writes.
+"""Plans the encoder of images and sound as a GGUF file (llama.cpp's mmproj).
 
 Source of the facts: llama.cpp, conversion/gemma.py (Gemma4VisionAudioModel, Gemma4UnifiedVisionAudioModel), conversion/base.py.
-For a vision tower there is one key more, `clip.use_gelu`. Without it llama.cpp computes x * sigmoid(1.702 x) where Gemma 4 has GELU
-(tools/mtmd/clip.cpp).
-Every byte but that key is equal, except that `per_dim_scale` is rounded correctly, which torch's softplus is not: 1 unit in the last place.
+
+The bytes are equal to those of llama.cpp's converter, with two exceptions. For a vision tower there is an additional key, `clip.use_gelu`,
+because without it llama.cpp computes x * sigmoid(1.702 x) where Gemma 4 has GELU (tools/mtmd/clip.cpp). And `per_dim_scale` is rounded
+correctly, while torch's softplus may be wrong by 1 unit in the last place.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ ENCODER_TYPES: tuple[EncoderType, ...] = ("f32", "f16", "bf16", "q8_0")
 USE_GELU = "clip.use_gelu"
 _MAX_PROCESSOR_BYTES = 1 << 20
 _EPSILON = 1e-6
-# Written for every file and used by none (conversion/gemma.py).
+# llama.cpp's converter writes this for every file, but it is not used (conversion/gemma.py).
 _UNUSED_IMAGE_SIZE = 224
 _ALWAYS_FLOAT32 = ("v.position_embd.weight", "a.input_projection.weight", "a.conv1d.")
 
 
 def plan_encoder(checkpoint: Checkpoint, weight_type: EncoderType, *, use_gelu: bool = True) -> GgufPlan:
-    """Plans the encoder's file. Reads no weights. Raises CheckpointError if the checkpoint has no towers that llama.cpp can run."""
+    """Plans the encoder's file without reading weights. Raises CheckpointError if the checkpoint has no encoders that llama.cpp can run."""
     media = media_architecture(checkpoint)
     tensors = tuple(_planned(tensor, weight_type) for name, tensor in checkpoint.others.items() if encoder_name(name))
     entries = _entries(checkpoint, media, weight_type)
@@ -69,24 +70,24 @@ def _planned(stored: StoredTensor, weight_type: EncoderType) -> GgufTensor:
         return float_tensor(name, stored, "f32", shape)
     if weight_type != "q8_0":
         return float_tensor(name, stored, weight_type)
-    # Rows that are no whole blocks stay in f16 (conversion/base.py).
+    # Matrices whose rows are not whole blocks are f16 (conversion/base.py).
     return float_tensor(name, stored, "f16") if shape[-1] % BLOCK else array_tensor(name, shape, "q8_0", lambda: read_values(stored))
 
 
 def _colours_first(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Orders the values [n, height * width * 3] of square patches by colour, row and column."""
+    """Reorders the values [n, height * width * 3] of square patches to [n, 3, height, width]."""
     side = isqrt(rows.shape[1] // 3)
     return rows.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
 
 
 def _softplus(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """ln(1 + e^x), above 20 x itself, as torch has it."""
+    """Computes ln(1 + e^x). Above 20 it returns x itself, as torch does."""
     wide = values.astype(np.float64)
     return np.where(wide > 20.0, wide, np.log1p(np.exp(np.minimum(wide, 20.0)))).astype(np.float32)
 
 
 def _entries(checkpoint: Checkpoint, media: MediaArchitecture, weight_type: EncoderType) -> list[Entry]:
-    """The keys in the converter's order. Those of layers are 0 where there is no tower."""
+    """Returns the keys in the converter's order. Without a tower, keys that describe layers are 0."""
     mean, deviation = _normalization(checkpoint)
     tower = media.vision if isinstance(media.vision, VisionTower) else None
     entries: list[Entry] = [
@@ -131,7 +132,7 @@ def _audio_entries(audio: AudioTower | RawSound, text_size: int) -> list[Entry]:
 
 
 def _normalization(checkpoint: Checkpoint) -> tuple[list[float], list[float]]:
-    """Mean and deviation of Gemma 4's processor, which change nothing. Raises CheckpointError if the checkpoint's have others."""
+    """Returns the mean 0 and deviation 1 of Gemma 4's processor. Raises CheckpointError if the checkpoint's files have other values."""
     identity = ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     for name in ("preprocessor_config.json", "processor_config.json"):
         config = read_optional_json_object(checkpoint.folder / name, _MAX_PROCESSOR_BYTES)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as GGUF, tensor by tensor in small pieces, and the file of a drafter's sparse head."""
+"""Writes a checkpoint as GGUF, tensor by tensor in small pieces. Also writes the file of a drafter's sparse head."""
 
 from __future__ import annotations
 
@@ -32,18 +32,22 @@ from edge_export.gguf.keys import (
 )
 from edge_runtime.bundle.gguf_header import QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, TensorInfo
 
-# Weights that lie on the grid of q4_0 (see checkpoint/weight_formats.py) are written as such without loss, other matrices then as q8_0.
+# A checkpoint that was trained for q4_0 has matrices on its grid (see checkpoint/weight_formats.py). These are written as q4_0 without
+# loss, and its other matrices as q8_0.
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
-# A frequency factor this large stops the rotation of a pair: full layers rotate only the first pairs (proportional RoPE).
+# A frequency factor this large stops the rotation of a pair. Full layers rotate only the first pairs (proportional RoPE).
 UNROTATED = 1e30
-# Matrices of a checkpoint that are tried before it counts as trained for q4_0.
+# How many matrices of a checkpoint are tested to decide whether it was trained for q4_0.
 _TRIED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """A tensor to be written: its shape (rows first), ggml type number, and its bytes in pieces, which the next piece may overwrite."""
+    """A tensor to be written: its shape (rows first), its ggml type number, and a function that yields its bytes in pieces.
+
+    The next piece may overwrite the memory of the one before it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +62,7 @@ class GgufTensor:
 
 
 def float_tensor(name: str, stored: StoredTensor, kind: FloatType, shape: tuple[int, ...] | None = None) -> GgufTensor:
-    """A tensor of a checkpoint in this float type; `shape` is another for the same values."""
+    """Returns a tensor of a checkpoint in this float type. `shape` replaces its shape, with the same values."""
 
     def pieces() -> Iterator[Any]:
         return (piece.view(np.uint8).data for piece in read_rows(stored, kind))
@@ -67,7 +71,7 @@ def float_tensor(name: str, stored: StoredTensor, kind: FloatType, shape: tuple[
 
 
 def array_tensor(name: str, shape: tuple[int, ...], type_name: str, values: Callable[[], NDArray[Any]]) -> GgufTensor:
-    """A tensor of `values`, which are computed when it is written and rounded to this ggml type, by gguf-py's rounding."""
+    """Returns a tensor of this ggml type. `values` is called when the tensor is written, and gguf-py rounds the result to the type."""
     kind = TYPE_NUMBERS[type_name]
 
     def pieces() -> Iterator[Any]:
@@ -80,18 +84,18 @@ def array_tensor(name: str, shape: tuple[int, ...], type_name: str, values: Call
 
 @dataclass(frozen=True, kw_only=True)
 class GgufPlan:
-    """A GGUF file that is not written yet: its header (some MB for a large vocabulary) and its tensors in order."""
+    """A GGUF file before it is written: its header (some MB for a large vocabulary) and its tensors in order."""
 
     header: bytes
     tensors: tuple[GgufTensor, ...]
 
     @property
     def bytes(self) -> int:
-        """Size of the file, exactly."""
+        """The exact size of the file."""
         return sum(_padded(size) for size in (len(self.header), *(tensor.bytes for tensor in self.tensors)))
 
     def write(self, path: Path, progress: Callable[[int], None]) -> None:
-        """Writes the file; `progress` gets the bytes written since its last call. A file that was not finished is removed."""
+        """Writes the file. `progress` gets the bytes written since its last call. An unfinished file is removed."""
         part = path.with_name(path.name + ".part")
         try:
             with part.open("wb") as file:
@@ -108,8 +112,8 @@ class GgufPlan:
 def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: GgufVocabulary) -> GgufPlan:
     """Plans the file that llama.cpp's own converter would write. Reads no weights.
 
-    Matrices get `weight_type`; vectors, norms, scales and routers float32. Raises CheckpointError if the vocabulary has another size than
-    the model, or if a value of the checkpoint's files fits no key.
+    Matrices get `weight_type`; vectors, norms, scales and routers get float32. Raises CheckpointError if the sizes of tokenizer and model
+    differ, or if a value of the checkpoint's files does not fit its key.
     """
     pieces, rows = len(vocabulary.pieces), checkpoint.architecture.vocab_size
     if pieces != rows:
@@ -118,14 +122,14 @@ def plan_gguf(checkpoint: Checkpoint, weight_type: FloatType, vocabulary: GgufVo
 
 
 def plan_exact(checkpoint: Checkpoint, vocabulary: GgufVocabulary, report: ExactReport) -> GgufPlan:
-    """Plans a q4_0 file of a checkpoint that was trained for it; what is written exactly goes into the report. Raises CheckpointError."""
+    """Plans a q4_0 file of a checkpoint that was trained for it. `report` counts the values as they are written. Raises CheckpointError."""
     return _plan(checkpoint, "q4_0", vocabulary, report.tensor)
 
 
 def _plan(
     checkpoint: Checkpoint, quantization: str, vocabulary: GgufVocabulary, matrix: Callable[[str, StoredTensor], GgufTensor]
 ) -> GgufPlan:
-    """Plans a model's file; `matrix` plans its matrices."""
+    """Plans a model's file. `matrix` plans each of its matrices."""
     model = checkpoint.architecture
     factors = rope_factors(model)
     tensors = [array_tensor(ROPE_FREQUENCIES, factors.shape, "f32", lambda: factors)]
@@ -144,7 +148,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, weight_type: FloatType, progr
 
 
 def write_raw_gguf(path: Path, architecture: str, entries: list[Entry], tensors: list[GgufTensor], progress: Callable[[int], None]) -> None:
-    """Writes tensors with no keys but the architecture and `entries`; a file that was not finished is removed."""
+    """Writes tensors with only the architecture and `entries` as keys. An unfinished file is removed."""
     writer = _writer(architecture, tensors)
     _add_entries(writer, entries)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -160,9 +164,9 @@ def header_of(
     *,
     last: Sequence[Entry] = (),
 ) -> bytes:
-    """Returns the header of a file of these tensors; `last` are keys behind the quantization's version.
+    """Returns the header of a file with these tensors. `last` are keys that follow the quantization's version.
 
-    Raises CheckpointError if a value of the checkpoint's files fits no key.
+    Raises CheckpointError if a value of the checkpoint's files does not fit its key.
     """
     writer = _writer(architecture, tensors)
     with unfit_values(checkpoint.folder):
@@ -187,7 +191,7 @@ def _add_entries(writer: Any, entries: Sequence[Entry]) -> None:
 
 
 def _header_bytes(writer: Any) -> bytes:
-    """Returns the header, keys and tensor infos of a GGUFWriter. Sets its file, so that it opens none."""
+    """Returns the header, keys and tensor infos of a GGUFWriter. Gives it a file in memory, so that it opens none."""
     file = io.BytesIO()
     writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
     writer.write_header_to_file()
@@ -215,14 +219,14 @@ def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactReport:
-    """What was written: values by tensor, and how many of them came back bit for bit; tensors on no grid, which are q8_0."""
+    """Counts what was written: blocks by tensor, those of them that are equal bit for bit, and the tensors on no grid, which are q8_0."""
 
     values: dict[str, int] = field(default_factory=dict)
     equal: dict[str, int] = field(default_factory=dict)
     off_grid: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
-        """For the manifest: matrices on the grid, their blocks, how many came back bit for bit, matrices that are q8_0."""
+        """Returns the counts for the manifest: matrices on the grid, their blocks, blocks that are equal bit for bit, matrices in q8_0."""
         blocks, equal = sum(self.values.values()), sum(self.equal.values())
         return {"matrices": len(self.values), "blocks": blocks, "equal_blocks": equal, "off_grid": len(self.off_grid)}
 
@@ -235,7 +239,7 @@ class ExactReport:
         return text + "."
 
     def tensor(self, name: str, stored: StoredTensor) -> GgufTensor:
-        """Plans a matrix, which is added to the report as it is written: float16 if its rows are no whole blocks."""
+        """Plans a matrix, which adds itself to the report when it is written. It is float16 if its rows are not whole blocks."""
         if stored.shape[-1] % BLOCK:
             return float_tensor(name, stored, "f16")
         exact = lies_on_grid(stored)
@@ -253,7 +257,7 @@ class ExactReport:
         return GgufTensor(name=name, shape=stored.shape, type=TYPE_NUMBERS["q4_0" if exact else "q8_0"], pieces=pieces)
 
     def _packed(self, blocks: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
-        """Blocks of q4_0 (ggml-common.h, block_q4_0): a float16 scale, then 16 bytes, of value k in the low half and k + 16 in the high."""
+        """Packs blocks as q4_0 (ggml-common.h, block_q4_0): a float16 scale, then 16 bytes with values k (low half) and k + 16 (high)."""
         grid = find_grid(blocks, half_scales=True)
         self.values[name] += len(blocks)
         self.equal[name] += int(grid.exact.sum())
@@ -265,13 +269,13 @@ class ExactReport:
 
 
 def matrices(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """The tensors that a GGUF quantizes, by their GGUF names."""
+    """Returns the tensors that are quantized in a GGUF, by their GGUF names."""
     named = {gguf_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     return {name: tensor for name, tensor in named.items() if name is not None and not stays_float32(name, len(tensor.shape))}
 
 
 def trained_for_q4(checkpoint: Checkpoint) -> bool:
-    """Whether most of a few matrices of a checkpoint lie on the grid of q4_0. Raises CheckpointError."""
+    """Whether a checkpoint was trained for q4_0: most matrices of a sample must lie on its grid. Raises CheckpointError."""
     named = sorted(matrices(checkpoint).items())
     tried = [tensor for _, tensor in named[:: max(1, len(named) // _TRIED)]][:_TRIED]
     return 2 * sum(lies_on_grid(tensor) for tensor in tried) > len(tried)
@@ -279,7 +283,7 @@ def trained_for_q4(checkpoint: Checkpoint) -> bool:
 
 # The file of a drafter's sparse head (transformers, Gemma4AssistantMaskedEmbedder). See docs/design/manifest.md.
 #
-# Output rows have the bytes of the exported drafter, in cluster order, each cluster contiguous.
+# Output rows have the same bytes as in the exported drafter. They are in cluster order, so that each cluster is contiguous.
 
 HEAD_ARCHITECTURE, HEAD_FORMAT = "edge-mtp-drafter-head", 3
 _MAX_FLOAT16 = float(np.finfo(np.float16).max)
@@ -287,7 +291,7 @@ _ROWS = "token_embd.weight"
 
 
 def head_bytes(drafter: Checkpoint, row_bytes: int) -> int:
-    """Returns the size of the head file to within a few kB; `row_bytes` is the size of an output row of the exported drafter."""
+    """Returns the size of the head's file to within a few kB. `row_bytes` is the size of an output row of the exported drafter."""
     model = drafter.assistant
     return model.vocab_size * (row_bytes + 4) + 2 * model.hidden_size * model.centroids + 1024
 
@@ -295,8 +299,8 @@ def head_bytes(drafter: Checkpoint, row_bytes: int) -> int:
 def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callable[[int], None] = lambda _: None) -> None:
     """Writes `path` from the checkpoint and `finished`, the bundle's drafter GGUF.
 
-    `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is not a permutation, the sizes do not
-    divide, or a value is beyond float16; ExportError if `finished` has no output rows.
+    `progress` gets the bytes written since its last call. Raises CheckpointError if the token order is not a permutation, the clusters do
+    not have equal sizes, or a value is beyond float16. Raises ExportError if `finished` has no output rows.
     """
     ordering, model, stored = token_order(drafter), drafter.assistant, drafter.tensors
     clusters = ordering.reshape(model.centroids, -1)
@@ -310,7 +314,7 @@ def write_head(drafter: Checkpoint, finished: Path, path: Path, progress: Callab
 
 
 def output_rows(finished: Path) -> TensorInfo:
-    """The exported drafter's output rows. Raises ExportError if it has none."""
+    """Returns the info of the exported drafter's output rows. Raises ExportError if it has none."""
     for tensor in read_gguf_header(finished).tensors:
         if tensor.name == _ROWS:
             return tensor
@@ -318,12 +322,12 @@ def output_rows(finished: Path) -> TensorInfo:
 
 
 def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) -> GgufTensor:
-    """Output rows in cluster order, a few clusters at a time: `ordering` is [centroids, tokens of each]."""
+    """Returns the output rows in cluster order, written a few clusters at a time. `ordering` is [centroids, tokens of each]."""
     hidden, count = rows.shape
     centroids, per_centroid = ordering.shape
 
     def pieces() -> Iterator[Any]:
-        # Mapped, as rows are read in another order than they are stored; the page cache holds as many as fit into memory.
+        # The file is mapped because rows are not read in the order in which they are stored. The page cache keeps as many as fit.
         table = np.memmap(finished, np.uint8, "r", rows.offset, (count, rows.bytes // count))
         for first in range(0, centroids, CENTROIDS_PER_PIECE):
             yield np.ascontiguousarray(table[ordering[first : first + CENTROIDS_PER_PIECE].reshape(-1)]).data.cast("B")
@@ -332,7 +336,7 @@ def _clustered(rows: TensorInfo, finished: Path, ordering: NDArray[np.int32]) ->
 
 
 def _half(name: str, values: NDArray[Any], drafter: Checkpoint) -> GgufTensor:
-    """A matrix as float16, which is exact for bfloat16 values of at least 2^-14."""
+    """Returns a matrix as float16, which is exact for bfloat16 values of at least 2^-14."""
     if not np.abs(values).max() <= _MAX_FLOAT16:
         raise CheckpointError(f"{drafter.folder}: {name} holds values beyond float16's {_MAX_FLOAT16:.0f}; download the checkpoint again")
     return array_tensor(name, values.shape, "f16", lambda: values)
