@@ -1,6 +1,7 @@
-"""Where an export's importance comes from: imatrix files of llama.cpp, or a text on which the pair is run in transformers.
+"""Gets an export's importance from imatrix files of llama.cpp, or from a calibration, which runs the pair on a text in transformers.
 
-A run sums the squares of every matrix's inputs, or all their products. It needs torch, which is imported only when it runs.
+A calibration sums the squares of every matrix's inputs, or the products of all pairs of them. It needs torch, which is imported only when
+a calibration runs.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ if TYPE_CHECKING:
     from edge_export.quantization.measured_layers import LayeredTarget, LayerRows
 
 SAVED = {"target": "target.imatrix.gguf", "drafter": "drafter.imatrix.gguf"}
-# Smaller targets are for tests and demonstrations, which have to be exported in seconds.
+# The smallest target that is calibrated by default. Smaller ones are for tests and demonstrations, whose export must take only seconds.
 CALIBRATED_FROM = 100_000_000
 CALIBRATION_TEXT = Path(__file__).with_name("calibration.txt")
 LAYERS_FILE = "layers.npz"
 MAX_TEXT_BYTES = 64 << 20
-# Tokens per forward (as llama-imatrix), and the most forwards of a long text, evenly spread over it.
+# Tokens per forward, as in llama-imatrix, and the largest number of forwards. On a long text they are spread evenly.
 CHUNK = 512
 MAX_CHUNKS = 64
-# Tokens of a chunk from one draft to the next.
+# The distance between the drafts in a chunk, in tokens.
 DRAFT_EVERY = 32
-# Attention, norms and what else is no product take about as long as the products.
+# The time of a whole run relative to its matrix products. Attention, norms and so on take about as long as the products.
 PRODUCT_SHARE = 2.0
-# Copies of the text's rows, and of a matrix's moments (in float64 while they are factored), that are in memory at once.
+# How many copies are in memory at once of the text's rows, and of a matrix's moments, which are float64 while they are factored.
 _ROW_COPIES, _MOMENT_COPIES = 4, 8
 _HEAD = "token_embd.weight"
-# Tokens per character from which on a text falls into bytes: words have fewer tokens than characters, a byte each has two or three.
+# With more tokens per character than this, the tokenizer split the text into bytes. A word has fewer tokens than characters, but a
+# character that is split into bytes has two or three.
 _SHREDDED = 1.5
 
 
@@ -65,8 +67,8 @@ _SHREDDED = 1.5
 class ImportanceSources:
     """Where importance comes from: imatrix files of the two models, or a text to calibrate on.
 
-    `save` is a folder that gets the matrices computed from the text. `by_default`: a target of CALIBRATED_FROM weights is calibrated on
-    the text that comes with the package, where nothing else is given and the machine can run it.
+    Matrices that are computed from the text are saved in the folder `save`. With `by_default`, a target of at least CALIBRATED_FROM weights
+    is calibrated on the package's own text if no source is given and the machine can run it.
     """
 
     calibrate: Path | None = option(
@@ -87,14 +89,14 @@ class ImportanceSources:
 
     @property
     def are_given(self) -> bool:
-        """Whether there is any source."""
+        """Whether the user gave a source."""
         return bool(self.imatrix or self.drafter_imatrix or self.calibrate)
 
 
 def calibrated_by_default(
     sources: ImportanceSources, reference: Reference, roles: Mapping[str, Uncompensated], notify: Callable[[str], None]
 ) -> bool:
-    """Whether the target is calibrated though nobody asked for it: a language model, in types that gain by it, where it runs."""
+    """Whether to calibrate the target by default: it is a large enough checkpoint, its weight types gain by it, and it can run here."""
     target = reference.target
     parameters = target.checkpoint.parameters
     asked = sources.are_given or not sources.by_default
@@ -115,11 +117,12 @@ def importance_of_pair(
     progress: Callable[[int], None],
     notify: Callable[[str], None],
 ) -> dict[str, Importance]:
-    """Returns the importance of each role in `roles`, which are those whose quantization uses it, and how.
+    """Returns the importance by role, for the roles in `roles`.
 
-    `state` is the folder of what a calibration computes. A calibration that was stopped goes on from it, and it has to stay as long as the
-    importance is used. `progress` gets the bytes of calibration text done, `notify` a sentence about a text of little use. Raises
-    ExportError if no quantization uses the importance, or if it does not fit the model.
+    `roles` holds the roles whose quantization uses importance, and for each whether and for which matrices errors are compensated. `state`
+    is the folder for a calibration's results. A stopped calibration continues from it, and it must exist as long as the importance is used.
+    `progress` gets the bytes of calibration text that are done; `notify` gets a sentence if the text is of little use. Raises ExportError
+    if no quantization uses the importance, or if it does not fit the model.
     """
     files = {"target": sources.imatrix, "drafter": sources.drafter_imatrix}
     for role in [role for role, path in files.items() if path is not None and role not in roles]:
@@ -158,10 +161,11 @@ def importance_of_pair(
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """The pair and the text. `with_drafter`: the drafter is measured too.
+    """A pair to run, and the text to run it on.
 
-    `moments`, by target or drafter, receive the second moments of the inputs of that model. `state` is a file from which a calibration that
-    was stopped goes on, with the same moments. `notify` gets a sentence about a text that is of little use.
+    With `with_drafter`, the drafter is measured too. The `moments` of a role, if any, receive the second moments of that model's inputs.
+    `state` is a file from which a stopped calibration continues, with the same moments. `notify` gets a sentence if the text is of little
+    use.
     """
 
     reference: Reference
@@ -174,7 +178,7 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Sums by GGUF tensor name; the drafter's are empty if none was given. `chunk` is in tokens."""
+    """Sums by GGUF tensor name; the drafter's are empty if it was not measured. `chunk` is the length of a piece of text, in tokens."""
 
     source: ImportanceSource
     target: Entries
@@ -183,7 +187,7 @@ class Calibration:
 
 
 def read_text(path: Path, purpose: str = "calibration text") -> tuple[str, ImportanceSource]:
-    """Returns a text of the user and its entry for the manifest. Raises ExportError if it is not text, empty, or far too long."""
+    """Returns the user's text and its entry for the manifest. Raises ExportError if it is not text, is empty, or is far too long."""
     with errors_as(ExportError, f"the {purpose} {path} cannot be read", "give a text file, a few hundred kB are enough"):
         data = read_at_most(path, MAX_TEXT_BYTES)
     try:
@@ -197,7 +201,7 @@ def read_text(path: Path, purpose: str = "calibration text") -> tuple[str, Impor
 
 
 def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lambda _: None) -> Calibration:
-    """Runs the pair on the text in float32; `progress` gets the bytes of text done since its last call.
+    """Runs the pair on the text in float32. `progress` gets the bytes of text done since its last call.
 
     Raises ExportError if the text is unusable or too short, or if torch, transformers or the memory for the pair is missing.
     """
@@ -218,7 +222,10 @@ def calibrate(request: CalibrationRequest, progress: Callable[[int], None] = lam
 
 
 def why_no_calibration(reference: Reference, *, with_drafter: bool, without: Uncompensated) -> str | None:
-    """Returns the reason why the target cannot be calibrated here, or None. Its layers are in memory one at a time, the drafter whole."""
+    """Returns the reason why the target cannot be calibrated here, or None.
+
+    One layer of the target is in memory at a time, and the whole drafter.
+    """
     checkpoint = reference.target.checkpoint
     model, tokens = checkpoint.architecture, CHUNK * MAX_CHUNKS
     layers: Counter[str] = Counter()
@@ -235,7 +242,7 @@ def why_no_calibration(reference: Reference, *, with_drafter: bool, without: Unc
 
 
 def expected_minutes(reference: Reference, without: frozenset[str]) -> float:
-    """About how long `expected_products` take, from a product of matrices measured here."""
+    """Estimates how long a calibration takes, from `expected_products` and the measured speed of a matrix product here."""
     import torch
 
     with inference(reference.threads):
@@ -245,7 +252,7 @@ def expected_minutes(reference: Reference, without: frozenset[str]) -> float:
 
 
 def expected_products(checkpoint: Checkpoint, without: frozenset[str]) -> int:
-    """How many multiplications running a target on a long text takes, and compensating its errors but for matrices of kinds `without`."""
+    """Returns the number of multiplications to run a target on a long text, and to compensate errors except in the kinds `without`."""
     shapes = {gguf_name(name): tensor.shape for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
     matrices = {name: shape for name, shape in shapes.items() if name is not None and name.startswith("blk.")}
     kept = {name: shape for name, shape in shapes.items() if name is not None and compensates(name, shape[1], without)}
@@ -261,14 +268,14 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _share(total: int, index: int, parts: int) -> int:
-    """The size of the part with this index; all parts add up to `total`."""
+    """Returns the size of the part with this index. All parts add up to exactly `total`."""
     return total * (index + 1) // parts - total * index // parts
 
 
 def chunks_of(request: CalibrationRequest, text: str) -> list[list[int]]:
-    """The text's tokens in pieces of equal length, each after the tokenizer's start tokens; of a long text only some, from all over it.
+    """Returns the text's tokens in pieces of equal length, each after the tokenizer's start tokens.
 
-    Raises ExportError if the text is too short.
+    From a long text, it takes pieces that are spread evenly. Raises ExportError if the text is too short.
     """
     tokenizer = request.reference.tokenizer()
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
@@ -287,8 +294,8 @@ def chunks_of(request: CalibrationRequest, text: str) -> list[list[int]]:
 
 
 def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[int, int], None]) -> tuple[Entries, Entries]:
-    """Runs the pair; `done` gets the number of every piece of work that is done, and how many there are."""
-    # Imported here, as it imports torch.
+    """Runs the pair. `done` is called with the index of each finished piece of work, and their number."""
+    # Imported here because it imports torch.
     from edge_export.quantization.measured_layers import InputSums, LayeredTarget, collecting
 
     reference, moments = request.reference, request.moments.get("target")
@@ -320,7 +327,7 @@ def _run(request: CalibrationRequest, chunks: list[list[int]], done: Callable[[i
 
 
 def _finite(entries: Entries, text: str) -> Entries:
-    """The entries as they are. Raises ExportError if one holds a value that is not finite."""
+    """Returns the entries unchanged. Raises ExportError if a value is not finite."""
     for name, entry in entries.items():
         if not np.isfinite(entry.sums).all():
             raise ExportError(f"the model computes values at {name} that are not finite, on {text}; check the checkpoint's weights")
@@ -328,11 +335,11 @@ def _finite(entries: Entries, text: str) -> Entries:
 
 
 def _run_drafter(request: CalibrationRequest, chunks: list[list[int]], target: LayeredTarget, last: LayerRows) -> Entries:
-    """Drafts along the texts, from the target's rows."""
+    """Runs the drafter along the texts, on the target's rows."""
     from edge_export.quantization.measured_layers import InputSums, collecting
 
     drafter = request.reference.load_drafter()
-    # The dense head has the same input row as the sparse one.
+    # The dense head is simpler to hook and has the same input row as the sparse one.
     drafter.config.use_ordered_embeddings = False
     tied = drafter.lm_head.weight is drafter.get_input_embeddings().weight
     sums, window = InputSums(request.moments.get("drafter")), request.reference.architecture.window - 1
@@ -345,14 +352,14 @@ def _run_drafter(request: CalibrationRequest, chunks: list[list[int]], target: L
 
 
 def _moment_bytes(checkpoint: Checkpoint, moments: SecondMoments) -> int:
-    """How many bytes the second moments of a target's matrices take."""
+    """Returns the size of the second moments of a target's matrices, in bytes."""
     widths = {gguf_name(name): tensor.shape[1] for name, tensor in checkpoint.tensors.items() if len(tensor.shape) == 2}
     kept = [width for name, width in widths.items() if name is not None and moments.takes(name, width) and not stays_float32(name, 2)]
     return sum(4 * width**2 for width in kept)
 
 
 def _read_state(path: Path | None) -> tuple[LayerRows, Entries]:
-    """The rows behind the last layer that a stopped calibration finished, and its sums."""
+    """Returns the rows after the last layer that a stopped calibration finished, and its sums so far."""
     import torch
 
     from edge_export.quantization.measured_layers import LayerRows
@@ -382,7 +389,7 @@ def _write_state(path: Path, rows: LayerRows, entries: Entries) -> None:
 
 
 def _draft(drafter: Any, rows: ReferenceRows, tokens: list[int]) -> None:
-    """Drafts greedily as decoding does: each step continues with its own token and hidden row, at the position of the first."""
+    """Drafts greedily, as decoding does. Each step continues with its own token and hidden row, at the position of the first step."""
     for position in range(DRAFT_EVERY, len(tokens), DRAFT_EVERY):
         steps = draft_steps(drafter, rows, tokens[position], position)
         logits = next(steps)

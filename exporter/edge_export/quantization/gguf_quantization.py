@@ -1,7 +1,7 @@
-"""Quantized GGUF files: llama.cpp's quantizer chooses scales and levels, then error compensation chooses the levels anew.
+"""Writes quantized GGUF files. llama.cpp's quantizer chooses scales and levels; then error compensation chooses better levels.
 
-Only this module of the exporter imports llama-cpp-python. llama.cpp ends the process on a failed assertion, so it runs in a child, whose
-death becomes an ExportError. The child is this module, with the arguments SOURCE DESTINATION QUANTIZATION THREADS [IMPORTANCE].
+Only this module of the exporter imports llama-cpp-python. llama.cpp ends the process if an assertion fails, so it runs in a child process,
+and its death becomes an ExportError. The child runs this module with the arguments SOURCE DESTINATION QUANTIZATION THREADS [IMPORTANCE].
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from edge_export.gguf.keys import gguf_name
 from edge_export.quantization.importance import Factor, Floats, Importance, Rounded, compensated
 from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, TensorInfo
 
-# Float types, which our own converter writes without llama.cpp.
+# The float types, which our own converter writes without llama.cpp.
 DIRECT: dict[str, FloatType] = {kind: kind for kind in get_args(FloatType) if kind in OFFERED}
-# llama.cpp's own default is 8 GiB of rows at once; an export must stay below its largest tensor + 500 MB.
+# llama.cpp's default is 8 GiB of rows at once. The memory of an export must stay below its largest tensor + 500 MB.
 MAX_BUFFER_BYTES = 192 << 20
 # enum ggml_log_level in ggml/include/ggml.h
 _LOG_ERROR, _LOG_CONTINUED = 4, 5
@@ -49,10 +49,10 @@ def quantize_gguf(
     progress: Callable[[int], None] = lambda _: None,
     importance: Importance | None = None,
 ) -> None:
-    """Writes `source` (an unquantized GGUF) to `destination`; `progress` gets the bytes written since its last call.
+    """Quantizes `source`, an unquantized GGUF, to `destination`. `progress` gets the bytes written since its last call.
 
-    With `importance` llama.cpp chooses scales that keep the important channels (matrices without importance are quantized as usual).
-    Raises ExportError with llama.cpp's own message if it fails or dies; `destination` may then be incomplete.
+    With `importance`, llama.cpp chooses scales that keep important channels more exactly; matrices without importance are quantized as
+    usual. Raises ExportError with llama.cpp's message if it fails or dies; `destination` may then be incomplete.
     """
     check_quantization(quantization)
     if quantization in DIRECT:
@@ -80,12 +80,12 @@ def quantize_gguf(
 
 
 def gguf_can_be_written() -> bool:
-    """Whether llama-cpp-python is installed, or the packages that ONNX graphs need are missing too."""
+    """Whether GGUF files should be written: llama-cpp-python is installed, or onnx is missing as well."""
     return find_spec("llama_cpp") is not None or find_spec("onnx") is None
 
 
 def library_version() -> str:
-    """Returns the version of llama-cpp-python; raises ExportError if it is not installed. Loads no library."""
+    """Returns the version of llama-cpp-python without loading it. Raises ExportError if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -96,7 +96,7 @@ def library_version() -> str:
 
 
 def _quantize_here(source: str, destination: str, quantization: str, threads: int, importance: str | None = None) -> int:
-    """Runs in the child: prints what llama.cpp logs as errors, returns the exit code."""
+    """Quantizes in the child process. Prints what llama.cpp logs as errors, and returns the exit code."""
     import ctypes
 
     try:
@@ -118,7 +118,7 @@ def _quantize_here(source: str, destination: str, quantization: str, threads: in
     parameters, kind = api.llama_model_quantize_default_params(), QUANTIZATIONS[quantization]
     parameters.ftype, parameters.nthread, parameters.max_buf_size = kind.file_type, threads, MAX_BUFFER_BYTES
     if kind.raised:
-        # An array that ends with one without a pattern, which is a regular expression.
+        # The array ends with an entry without a pattern. A pattern is a regular expression.
         raised = (api.llama_model_tensor_override * (len(kind.raised) + 1))()
         for index, (part, type) in enumerate(kind.raised):
             raised[index] = api.llama_model_tensor_override(pattern=re.escape(part).encode(), type=TYPE_NUMBERS[type])
@@ -132,7 +132,7 @@ def _quantize_here(source: str, destination: str, quantization: str, threads: in
 
 
 def importance_matrix(api: Any, arrays: Mapping[str, NDArray[np.float32]]) -> Any:
-    """Importance for llama.cpp: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
+    """Returns importance for llama.cpp: an array of structures, the last without a name. It points into `arrays`, which must outlive it."""
     import ctypes
 
     matrix = (api.llama_model_imatrix_data * (len(arrays) + 1))()
@@ -143,16 +143,17 @@ def importance_matrix(api: Any, arrays: Mapping[str, NDArray[np.float32]]) -> An
     return matrix
 
 
-# Error compensation in a file that llama.cpp quantized: its scales stay, the levels of its blocks are chosen anew.
+# Error compensation in a file that llama.cpp quantized. It keeps the scales and chooses the levels of the blocks anew.
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Where the blocks of a type have `bits` bits of every level: from byte `at` on, in runs of `run` bytes.
+    """Where a block stores `bits` bits of each level: from byte `at` on, in runs of `run` bytes.
 
-    The bytes of a run hold the lowest of their bits for as many levels in order, then the next ones for the levels that follow, and so on.
+    The lowest `bits` bits of a run's bytes hold the first `run` levels, one per byte. The next `bits` bits of the same bytes hold the next
+    `run` levels, and so on.
     """
 
     at: int
@@ -166,7 +167,7 @@ class Bits:
         return levels
 
     def write(self, blocks: Bytes, levels: Bytes) -> None:
-        """Puts the lowest bits of levels [n, weights] into blocks [n, bytes]."""
+        """Writes the lowest `bits` bits of levels [n, weights] into blocks [n, bytes]."""
         apart = (levels & np.uint8((1 << self.bits) - 1)).reshape(len(blocks), -1, 8 // self.bits, self.run)
         blocks[:, self.at : self._end(levels.shape[1])] = np.bitwise_or.reduce(apart << self._shifts, axis=2).reshape(len(blocks), -1)
 
@@ -180,10 +181,10 @@ class Bits:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockType:
-    """A ggml type whose weights are scale * level + offset, with one scale for each `group` of them.
+    """A ggml type whose weights are scale * level + offset, with one scale and offset for each `group` weights.
 
-    `levels` are the places of a level's bits, the lowest bits first. `scales` returns the scales and offsets of blocks [n, bytes], float32
-    [n, groups].
+    `levels` says where a level's bits are, the lowest bits first. `scales` returns the scales and offsets of blocks [n, bytes], each
+    float32 [n, groups].
     """
 
     name: str
@@ -193,12 +194,12 @@ class BlockType:
 
     @property
     def weights(self) -> int:
-        """Weights of a block."""
+        """The number of weights in a block."""
         return TENSOR_TYPES[TYPE_NUMBERS[self.name]].weights
 
     @property
     def bytes(self) -> int:
-        """Bytes of a block."""
+        """The number of bytes of a block."""
         return TENSOR_TYPES[TYPE_NUMBERS[self.name]].bytes
 
     @property
@@ -223,12 +224,12 @@ class BlockType:
 
 
 def _half_floats(blocks: Bytes, at: int) -> Floats:
-    """The float16 at this byte of each block, [n, 1]."""
+    """Returns the float16 number at byte `at` of each block, as float32 [n, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
 def _around(level: int) -> Callable[[Bytes], tuple[Floats, Floats]]:
-    """One scale, and this level for 0."""
+    """Returns the `scales` function of types with one scale, where `level` represents 0."""
 
     def scales(blocks: Bytes) -> tuple[Floats, Floats]:
         scale = _half_floats(blocks, 0)
@@ -242,7 +243,7 @@ def _scale_and_offset(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _six_bits(blocks: Bytes) -> tuple[Floats, Floats]:
-    """8 scales and 8 minima of 6 bits, times a float16 each. The upper 2 bits of the last four stand above those of the first four."""
+    """8 scales and 8 minima of 6 bits, each set times a float16. The upper 2 bits of the last four are above the 6 bits of the first."""
     scales, mins, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     all_scales = np.concatenate([scales & 63, both & 15 | (scales >> 2) & 48], axis=1)
     all_mins = np.concatenate([mins & 63, both >> 4 | (mins >> 2) & 48], axis=1)
@@ -250,12 +251,12 @@ def _six_bits(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _signed_bytes(blocks: Bytes) -> tuple[Floats, Floats]:
-    """16 signed scales of 8 bits, times a float16; level 32 is 0."""
+    """16 signed 8-bit scales, times a float16. Level 32 represents 0."""
     scales = _half_floats(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     return scales, scales * np.float32(-32)
 
 
-# The types whose errors can be compensated, by ggml's numbers; files may hold others, which stay as llama.cpp wrote them.
+# The types whose errors can be compensated, by ggml's numbers. Tensors of other types stay as llama.cpp wrote them.
 # Layouts: llama.cpp, ggml/src/ggml-common.h (block_q4_0 and so on) and ggml-quants.c.
 BLOCK_TYPES = {
     TYPE_NUMBERS[kind.name]: kind
@@ -271,9 +272,9 @@ BLOCK_TYPES = {
 
 
 def compensate_gguf(path: Path, checkpoint: Checkpoint, importance: Importance, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Rewrites the levels of the file's matrices that have second moments; `progress` gets the bytes done since its last call.
+    """Rewrites the levels of those matrices that have second moments. `progress` gets the bytes done since its last call.
 
-    Sizes, types and scales stay. Raises CheckpointError if the file or the checkpoint cannot be read.
+    Sizes, types and scales do not change. Raises CheckpointError if the file or the checkpoint cannot be read.
     """
     sources = {gguf_name(name): (name, tensor) for name, tensor in checkpoint.tensors.items()}
     for info in read_gguf_header(path).tensors:
@@ -298,7 +299,7 @@ def _rewrite(path: Path, info: TensorInfo, tensor: StoredTensor, factor: Factor)
 
 
 def _levels_anew(type: BlockType, blocks: Bytes, weights: Floats, factor: Factor) -> Bytes:
-    """Blocks [rows * blocks, bytes] of weights [rows, columns], with other levels."""
+    """Returns blocks [rows * blocks, bytes] of weights [rows, columns] with compensated levels."""
     rows = len(weights)
     scales, offsets = (part.reshape(rows, -1) for part in type.scales(blocks))
     plain = Rounded(levels=type.read_levels(blocks).reshape(rows, -1), scales=scales, offsets=offsets, group=type.group, top=type.top)

@@ -1,4 +1,4 @@
-"""Importance of the input channels of a model's matrices, rounding that takes it into account, and llama.cpp's files of importance."""
+"""Importance of the input channels of matrices, error compensation when they are rounded, and llama.cpp's imatrix files."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from edge_export.gguf.writer import array_tensor, write_raw_gguf
 from edge_runtime.bundle.gguf_header import TYPE_NUMBERS, TensorInfo
 from edge_runtime.bundle.manifest import ImportanceSource
 
-# Error compensation rounds a matrix's columns in order, and what is still to come takes up the error of what was rounded. It works on one
-# matrix, its levels on a given grid, and the second moments H of its inputs. The error of row w that is rounded to q is
-# (w - q) H (w - q)^T, the mean square of the difference in its output. Source of the method: Frantar, Ashkboos, Hoefler, Alistarh,
-# "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
+# Error compensation rounds a matrix's columns in order. After each column, the columns that are not rounded yet are changed so that they
+# compensate its error. It needs one matrix, a grid of levels for it, and the second moments H of its inputs. If row w is rounded to q, its
+# error is (w - q) H (w - q)^T, which is the mean square of the difference in its output. Source of the method: Frantar, Ashkboos, Hoefler,
+# Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022.
 
 Floats = NDArray[np.float32]
-# Columns that are rounded one by one before all later ones take up their errors at once.
+# How many columns are rounded one by one before their errors are compensated in all later columns at once.
 _STEP = 64
 # Triangles of at most this many rows are inverted directly.
 _SMALL_TRIANGLE = 256
 
 
-# From the number of a group of columns and its weights [group, N]: the group's scales and offsets, float32 [N].
+# A function from the index of a group of columns and its weights [group, N] to the group's scales and offsets, float32 [N].
 GridOf = Callable[[int, Floats], tuple[Floats, Floats]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounded:
-    """A matrix in integers: a weight is scale * level + offset.
+    """A quantized matrix: a weight is scale * level + offset.
 
-    `levels` uint8 [N, K], from 0 to `top`; `scales` and `offsets` float32 [N, groups], each for `group` columns.
+    `levels` is uint8 [N, K], from 0 to `top`. `scales` and `offsets` are float32 [N, groups], one for each `group` columns.
     """
 
     levels: NDArray[np.uint8]
@@ -65,16 +65,16 @@ class Rounded:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """The damped second moments H [K, K] as upper triangles, float32: root @ root.T = H, and inverse = root^-1."""
+    """The damped second moments H [K, K] as float32 upper triangular matrices: root @ root.T = H, and inverse = root^-1."""
 
     root: Floats
     inverse: Floats
 
 
 def factor_of(moments: Floats, damping: float) -> Factor | None:
-    """Factors second moments [K, K] after adding `damping` times their mean diagonal to it, or more where they do not factor so.
+    """Factors second moments [K, K], after it added `damping` times their mean diagonal to the diagonal.
 
-    None if they are all zero or not finite.
+    If they are not positive definite with that, the damping is increased. Returns None if they are all zero or not finite.
     """
     damped = moments.astype(np.float64)
     mean = float(np.trace(damped)) / len(damped)
@@ -82,7 +82,7 @@ def factor_of(moments: Floats, damping: float) -> Factor | None:
         return None
     damped[np.diag_indices_from(damped)] += damping * mean
     try:
-        # Reversed, the lower triangle of Cholesky's method is the upper one of H.
+        # Cholesky's method returns a lower triangle. With rows and columns reversed before and after, it becomes an upper one.
         root = np.ascontiguousarray(np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1])
     except np.linalg.LinAlgError:
         return factor_of(moments, 10 * damping)
@@ -90,11 +90,11 @@ def factor_of(moments: Floats, damping: float) -> Factor | None:
 
 
 def compensated(weights: Floats, plain: Rounded, factor: Factor, grid_of: GridOf | None = None) -> Rounded:
-    """Returns weights [N, K], rounded as in `plain` or so that they lose less under the moments: the better of both in every row.
+    """Rounds weights [N, K] with error compensation. Rows that have less error in `plain` are taken from it.
 
-    `grid_of` chooses scales for what the weights have become by then; without it those of `plain` stay.
+    `grid_of` chooses a group's scales for its weights as changed by the compensation so far. Without it, the scales of `plain` are kept.
     """
-    # Weights near the ends of float32 overflow; such rows stay, as nothing is less than NaN.
+    # Weights near the limits of float32 overflow. Such rows stay plain, because NaN compares as not less.
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = _rounded_in_order(weights, plain, factor.inverse, grid_of)
         better = _errors(weights - rounded.values(), factor) < _errors(weights - plain.values(), factor)
@@ -104,7 +104,7 @@ def compensated(weights: Floats, plain: Rounded, factor: Factor, grid_of: GridOf
 
 def _rounded_in_order(weights: Floats, plain: Rounded, inverse: Floats, grid_of: GridOf | None) -> Rounded:
     columns, rows = weights.shape[1], weights.shape[0]
-    # Columns are contiguous here, as they are rounded one after another.
+    # Transposed, so that a column is contiguous, because columns are rounded one after another.
     left, scales, offsets = (np.array(part.T, order="C") for part in (weights, plain.scales, plain.offsets))
     levels = np.empty((columns, rows), np.uint8)
     errors = np.empty((_STEP, rows), np.float32)
@@ -124,19 +124,19 @@ def _rounded_in_order(weights: Floats, plain: Rounded, inverse: Floats, grid_of:
 
 
 def inverses(scales: Floats) -> Floats:
-    """1 / scales, and 0 where a scale is 0, as of an empty block, or its inverse beyond float32."""
+    """Returns 1 / scales, or 0 where that is beyond float32, as for the scale 0 of an empty block."""
     return np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=np.abs(scales) >= np.finfo(np.float32).tiny)
 
 
 def _errors(differences: Floats, factor: Factor) -> Floats:
-    """The error [N] of each row's differences [N, K]."""
+    """Returns the error [N] of each row for its differences [N, K]."""
     weighted = differences @ factor.root
     errors: Floats = np.einsum("nk,nk->n", weighted, weighted)
     return errors
 
 
 def _inverted(upper: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The inverse of an upper triangle [K, K], by halves."""
+    """Inverts an upper triangular matrix [K, K] recursively by halves."""
     size = len(upper)
     if size <= _SMALL_TRIANGLE:
         return np.triu(np.linalg.inv(upper))
@@ -147,49 +147,51 @@ def _inverted(upper: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-# The importance of an input channel is the mean square of its values on some text. The square of a quantization error in column j of a
-# matrix is multiplied by the square of input j, as in llama.cpp's importance matrix. Tensors have their GGUF names, in files of llama.cpp
-# and in our own calibration. The second moments [K, K] are the means over the text's rows of the products of all pairs of channels. They
-# take K^2 floats for each matrix, so they are kept in files, and matrices that multiply the same rows share one.
+# The importance of an input channel is the mean square of its values on some text. It weights the squared quantization errors in that
+# column of a matrix, as in llama.cpp's importance matrix. Tensors have their GGUF names, in files of llama.cpp and in our own calibration.
+# # The second moments [K, K] are the means, over the text's rows, of the products of all pairs of channels. They take K^2 floats for each
+# matrix, so they are kept in files, and matrices that multiply the same rows share one.
 
-# Wider matrices have none: 12288 (the widest of E2B) take 604 MB of disk each, and time that grows with the square.
+# Wider matrices have no moments. Those of 12288 channels, the widest of E2B, take 604 MB of disk each; size and time grow with the square.
 MAX_CHANNELS = 12288
-# Damping changes little from 0.001 to 0.05 of the mean diagonal. The embedding is looked up too, where all its columns count alike.
+# Damping from 0.001 to 0.05 of the mean diagonal makes little difference. The embedding has more, because it is not only the head but also
+# looked up, where all its columns are equally important.
 _DAMPING = 0.01
 _TABLE, _TABLE_DAMPING = "token_embd.weight", 0.5
-# Nothing is multiplied with it.
+# This table is only looked up; no product uses it.
 _LOOKED_UP = "per_layer_token_embd"
-# Matrices after the same norm, by the one that stands for them. Q, K and V multiply the same rows too, and these count differently.
+# Matrices that share the moments of another one, because they multiply the same rows. Q, K and V multiply the same rows too, but their rows
+# are weighted differently.
 _SHARED = {"ffn_up.weight": "ffn_gate.weight"}
-# Least importance, beside a mean of 1: channels that the text never used must keep sensible weights too.
+# The minimum importance, relative to the mean. Weights of channels that the text never used must stay sensible too.
 MIN_IMPORTANCE = 1e-6
 _NAMED = 3
-# What a quantization uses of a calibration. None: it weighs errors by importance. A set: it compensates them too, except in matrices of
-# these kinds, which keep so many bits that little is left to gain.
+# How a quantization uses a calibration. With None, errors are only weighted. Otherwise they are also compensated, except in matrices of
+# these kinds, which have so many bits that there is little to gain.
 Uncompensated = frozenset[str] | None
 
 
 def matrix_kind(name: str) -> str:
-    """The kind of the matrix with this GGUF name: attn_q for blk.3.attn_q.weight."""
+    """Returns the kind of the matrix with this GGUF name, such as attn_q for blk.3.attn_q.weight."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def compensates(name: str, columns: int, without: frozenset[str]) -> bool:
-    """Whether errors of the matrix with this GGUF name and width are compensated, where those of the kinds `without` are not."""
+    """Whether errors of the matrix with this GGUF name and width are compensated, if kinds in `without` are not."""
     return columns <= MAX_CHANNELS and matrix_kind(name) not in without | {_LOOKED_UP}
 
 
 def shared_name(name: str) -> str:
-    """The GGUF name under which the moments of the matrix with this GGUF name are kept."""
+    """Returns the GGUF name under which the moments of the matrix with this GGUF name are kept."""
     head, dot, layer_and_matrix = name.partition(".")
     layer, _, matrix = layer_and_matrix.partition(".")
     return f"{head}.{layer}.{_SHARED[matrix]}" if dot and matrix in _SHARED else name
 
 
 class SecondMoments:
-    """The moments of one model's matrices, in files of `folder`, which is made if it does not exist.
+    """The second moments of one model's matrices, in files in `folder`, which is created if it does not exist.
 
-    Matrices of the kinds `without`, such as ffn_down, have none.
+    Matrices of the kinds in `without`, such as ffn_down, have no moments.
     """
 
     def __init__(self, folder: Path, without: frozenset[str] = frozenset()) -> None:
@@ -198,7 +200,7 @@ class SecondMoments:
         self._last: tuple[Path, Factor | None] | None = None
 
     def check_space(self, needed: int) -> None:
-        """Raises ExportError if the disk has no room for so many bytes of moments."""
+        """Raises ExportError if the disk has no room for this many bytes of moments."""
         free = shutil.disk_usage(self._folder).free
         if needed > free:
             raise ExportError(
@@ -211,7 +213,7 @@ class SecondMoments:
         return shared_name(name) == name and compensates(name, columns, self.without)
 
     def add(self, name: str, moments: Floats) -> None:
-        """Keeps the moments [K, K] of a matrix, given by its GGUF name."""
+        """Saves the moments [K, K] of the matrix with this GGUF name."""
         np.save(self._path(name), moments)
 
     def has(self, name: str) -> bool:
@@ -219,7 +221,10 @@ class SecondMoments:
         return matrix_kind(name) not in self.without and self._path(name).is_file()
 
     def factor(self, name: str) -> Factor | None:
-        """The factored moments of a matrix that has them, by its GGUF name, None if they are all zero; the last are kept in memory."""
+        """Returns the factored moments of the matrix with this GGUF name, which must have moments; None if they are all zero.
+
+        The last result is kept in memory.
+        """
         path = self._path(name)
         if self._last is None or self._last[0] != path:
             damping = _TABLE_DAMPING if name == _TABLE else _DAMPING
@@ -234,20 +239,20 @@ class SecondMoments:
 class ChannelSums:
     """Squares of a matrix's inputs, summed over `counts` rows.
 
-    `sums` float64: the channels of all experts one after another; `counts`: one for each expert, or one for all.
+    `sums` is float64 and has the channels of all experts, one expert after another. `counts` has one value per expert, or one for all.
     """
 
     sums: NDArray[np.float64]
     counts: NDArray[np.float64]
 
 
-# By GGUF tensor name.
+# Sums by GGUF tensor name.
 Entries = dict[str, ChannelSums]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing:
-    """How the errors of one matrix count: by the importance [K] of its input channels, and compensated by their factored moments."""
+    """How errors of one matrix are weighted, by the importance [K] of its input channels, and compensated, by their factored moments."""
 
     channels: NDArray[np.float32] | None = None
     factor: Factor | None = None
@@ -255,9 +260,10 @@ class Weighing:
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """Importance of one model's input channels: by GGUF tensor name float32 [matrices, K], one matrix or one per expert; all above 0.
+    """The importance of one model's input channels.
 
-    `moments` are there after a calibration, as far as the quantization asked for uses them.
+    `values` holds float32 [matrices, K] by GGUF tensor name, all above 0. A tensor has one matrix, or one per expert. `moments` exist only
+    after a calibration, and only if the quantization uses them.
     """
 
     source: ImportanceSource
@@ -265,13 +271,13 @@ class Importance:
     moments: SecondMoments | None = None
 
     def of(self, name: str) -> NDArray[np.float32] | None:
-        """Importance [matrices, K] of the tensor with this checkpoint name (model.layers.0...), None if there is none."""
+        """Returns the importance [matrices, K] of the tensor with this checkpoint name (model.layers.0...); None if there is none."""
         return self.values.get(gguf_name(name) or "")
 
     def factor(self, name: str, tensor: StoredTensor) -> Factor | None:
-        """The factored second moments of this tensor's inputs, by its checkpoint name.
+        """Returns the factored second moments of the inputs of the tensor with this checkpoint name; None if there are none.
 
-        None if there are none, or if its weights lie on a grid already: quantization has to keep that.
+        Also returns None if the tensor's weights lie on a grid, because quantization must keep them.
         """
         short = gguf_name(name)
         if self.moments is None or short is None or not self.moments.has(short) or lies_on_grid(tensor):
@@ -280,10 +286,10 @@ class Importance:
 
 
 def fitted(entries: Entries, checkpoint: Checkpoint, source: ImportanceSource) -> Importance:
-    """Brings the entries of a file or a calibration into the shape of the checkpoint's tensors.
+    """Converts the sums of a file or a calibration to importance in the shapes of the checkpoint's tensors.
 
-    Raises ExportError, naming the tensor, for one that the model does not have, of another size, or with values that are not mean
-    squares, or if a matrix of the model's blocks is missing.
+    Raises ExportError, with the tensor's name, if the model does not have it, if its size differs, if its values cannot be mean squares, or
+    if the entries lack a matrix of the model's blocks.
     """
     tensors = {gguf_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     values: dict[str, NDArray[np.float32]] = {}
@@ -305,7 +311,7 @@ def fitted(entries: Entries, checkpoint: Checkpoint, source: ImportanceSource) -
 
 
 def _block_matrices(checkpoint: Checkpoint) -> list[str]:
-    """GGUF names of the matrices in the model's blocks that are multiplied with and quantized."""
+    """Returns the GGUF names of the matrices in the model's blocks that are used in products and quantized."""
     names = []
     for name, tensor in checkpoint.tensors.items():
         short = gguf_name(name)
@@ -317,7 +323,7 @@ def _block_matrices(checkpoint: Checkpoint) -> list[str]:
 
 
 def _unused(name: str, model: TextArchitecture) -> bool:
-    """Whether it is a K or V matrix of a layer that shares another's rows."""
+    """Whether this is a K or V matrix of a layer that shares another layer's rows, so that it is never used."""
     _, layer, matrix = name.split(".", 2)
     return int(layer) >= model.owning_layers and matrix in ("attn_k.weight", "attn_v.weight")
 
@@ -334,7 +340,7 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
     counts = np.broadcast_to(entry.counts.reshape(-1, 1), (matrices, 1))
     means = entry.sums.reshape(matrices, width) / np.maximum(counts, 1)
     floor = MIN_IMPORTANCE * means.mean(axis=1, keepdims=True)
-    # The channels of an expert without input, or with only zeros, are all alike.
+    # If an expert had no input, or only zeros, all its channels are equally important.
     with np.errstate(over="ignore"):
         result = np.where((counts > 0) & (floor > np.finfo(np.float32).tiny), np.maximum(means, floor), 1.0).astype(np.float32)
     if not np.isfinite(result).all():
@@ -342,10 +348,11 @@ def _means(name: str, entry: ChannelSums, tensor: StoredTensor, source: Importan
     return result
 
 
-# Both formats of llama.cpp's importance matrices are read, with checks; the newer is written. Source of the facts: llama.cpp,
-# common/imatrix-loader.cpp and tools/imatrix/imatrix.cpp. The newer is a GGUF with two float32 tensors per matrix, NAME.in_sum2 (squares
-# of the inputs, summed) and NAME.counts (over how many rows, for all experts or each). The older is int32 count, then per entry int32
-# length, name, int32 calls, int32 values, float32 values; they are means times calls.
+# Both formats of llama.cpp's importance matrices are read, with checks, and the newer one is written. Source of the facts: llama.cpp,
+# common/imatrix-loader.cpp and tools/imatrix/imatrix.cpp. # The newer format is a GGUF with two float32 tensors per matrix: NAME.in_sum2,
+# the sums of squares of the inputs, and NAME.counts, the number of rows in the sums, for all experts or for each. The older format is an
+# int32 number of entries, then for each entry int32 length, name, int32 calls, int32 number of values, and float32 values, which are means
+# times calls.
 
 MAX_BYTES = 256 << 20
 _MAX_NAME = 1 << 10
@@ -353,7 +360,7 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 
 def read_imatrix(path: Path) -> tuple[Entries, ImportanceSource]:
-    """Returns the sums by GGUF tensor name, and the file's entry for the manifest. Raises ExportError if it is not one, or is damaged."""
+    """Returns the sums by GGUF tensor name, and the file's entry for the manifest. Raises ExportError if it is no imatrix or damaged."""
     with errors_as(ExportError, f"{path} cannot be read", "give an importance matrix made by llama-imatrix"):
         data = read_at_most(path, MAX_BYTES)
     entries = _read_gguf(path, data) if data[:4] == b"GGUF" else _read_older(path, data)
@@ -362,7 +369,7 @@ def read_imatrix(path: Path) -> tuple[Entries, ImportanceSource]:
 
 
 def write_imatrix(path: Path, entries: Entries, dataset: str, tokens: int, chunk: int) -> None:
-    """Writes the newer format, which llama-imatrix and llama-quantize read too; `chunk` is the tokens per piece of text."""
+    """Writes the newer format, which llama-imatrix and llama-quantize can read. `chunk` is the number of tokens per piece of text."""
     tensors = []
     for name, entry in sorted(entries.items()):
         rows = entry.counts.size
@@ -400,7 +407,7 @@ def _values(data: bytes, tensor: TensorInfo) -> NDArray[np.float64]:
 
 
 def _read_older(path: Path, data: bytes) -> Entries:
-    """Fields are never read past the end; data after the entries is ignored."""
+    """Reads the older format. It never reads past the end, and ignores data after the entries."""
     at = 0
 
     def wrong(what: str) -> ExportError:
@@ -422,7 +429,7 @@ def _read_older(path: Path, data: bytes) -> Entries:
     entries: Entries = {}
     for _ in range(number("entries", len(data) // 16)):
         name = read(number("letters of a name", _MAX_NAME)).decode("utf-8", "replace")
-        # Older files have 0 here.
+        # Some old files have 0 calls.
         calls = number("calls", (1 << 31) - 1, minimum=0)
         values = np.frombuffer(read(4 * number("values", len(data) // 4)), "<f4").astype(np.float64)
         if name in entries:

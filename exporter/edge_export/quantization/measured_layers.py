@@ -1,6 +1,6 @@
-"""What a calibration runs in transformers: a target of which one layer at a time is in memory, and sums of what its matrices get.
+"""Runs a target in transformers with one layer at a time in memory, and sums the squares of its matrices' inputs.
 
-All texts run through a layer in float32 before the next one is read. Imports torch: import it only where a target is calibrated.
+All texts run through a layer in float32 before the next layer is read. This module imports torch, so import it only for a calibration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.gguf.keys import gguf_name, stays_float32
 from edge_export.quantization.importance import ChannelSums, Entries, SecondMoments
 
-# Texts that run through a layer at once: what it computes in between takes several times the memory of their rows.
+# How many texts run through a layer at once. A layer's intermediate values take several times the memory of the texts' rows.
 BATCH = 4
 
 SharedRows = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -31,19 +31,19 @@ SharedRows = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRows:
-    """The rows [texts, T, hidden] behind the first `layers` layers, and the K/V rows [texts, heads, T, head_dim] that later ones share."""
+    """Rows [texts, T, hidden] after the first `layers` layers, and the K/V rows [texts, heads, T, head_dim] that later layers share."""
 
     layers: int = 0
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     shared: SharedRows = field(default_factory=dict)
 
 
-# From a module, its name in the whole model, and what runs it on all texts; returns what that returns.
+# A function that gets a module, the module's name in the whole model, and a function that runs it on all texts, whose result it returns.
 Collect = Callable[[Any, str, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 class LayeredTarget:
-    """The text model of a checkpoint. Its embeddings are looked up in the checkpoint's files."""
+    """The text model of a checkpoint. Embeddings are looked up in the checkpoint's files."""
 
     def __init__(self, source: ResolvedSource) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -56,7 +56,7 @@ class LayeredTarget:
         self._tensors, self._model = source.checkpoint.tensors, whole.model.eval()
         self._empty_layers = list(self._model.layers)
         for name, module in list(self._model.named_children()):
-            if name == "rotary_emb":  # it has no weights, and values of its own
+            if name == "rotary_emb":  # it has no weights in the checkpoint but computes its values when it is made
                 self._model.rotary_emb = type(module)(self._model.config)
             elif isinstance(module, nn.Embedding):
                 setattr(self._model, name, _stand_in(_lookup(self._tensors[f"model.{name}.weight"], module.scalar_embed_scale)))
@@ -69,9 +69,9 @@ class LayeredTarget:
         return self._model.embed_tokens
 
     def run(self, texts: list[list[int]], collect: Collect, behind: Callable[[LayerRows], None], start: LayerRows) -> LayerRows:
-        """Runs texts of one length, from `start` on; returns the last rows, after the norm.
+        """Runs texts of equal length, starting after the layers of `start`. Returns the final rows, after the last norm.
 
-        `collect` runs what has weights: what is outside of the layers, and each layer. `behind` gets the rows behind each layer.
+        `collect` runs the modules that have weights: each layer, and the model outside the layers. `behind` gets the rows after each layer.
         """
         shared: SharedRows = dict(start.shared)
 
@@ -89,7 +89,8 @@ class LayeredTarget:
 
         self._model.layers = nn.ModuleList(_stand_in(layer(number)) for number in range(len(self._empty_layers)))
         ids = torch.tensor(texts)
-        # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+        # All positions, as a tensor. Given a number, transformers 5.24 cuts the rows before layers that share K/V, and fails on per-layer
+        # inputs that a model does not have.
         kept = torch.arange(ids.shape[1])
         rows = collect(self._model, "model", lambda: self._model(input_ids=ids, use_cache=False, logits_to_keep=kept).last_hidden_state)
         return LayerRows(layers=len(self._empty_layers), rows=rows, shared=shared)
@@ -98,7 +99,7 @@ class LayeredTarget:
         module = module.to_empty(device="cpu").eval()
         for part, value in module.state_dict().items():
             tensor = self._tensors.get(f"{name}.{part}")
-            # All tensors were checked when the checkpoint was opened; only a layer's scale may be left out, and is 1.
+            # All tensors were checked when the checkpoint was opened. Only a layer's scale may be missing, which stands for 1.
             if tensor is None:
                 value.fill_(1)
             else:
@@ -107,15 +108,15 @@ class LayeredTarget:
 
 
 def _stand_in(forward: Callable[..., torch.Tensor]) -> nn.Module:
-    """A module that computes this."""
+    """Returns a module with this forward function."""
     module = nn.Identity()
     module.forward = forward
     return module
 
 
 def _lookup(tensor: StoredTensor, scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """An embedding whose rows are read from a file when they are asked for."""
-    # Packed weights are unpacked at once.
+    """Returns the forward function of an embedding, which reads only the rows that it needs from the file."""
+    # Packed weights cannot be mapped, so they are unpacked completely.
     table = mapped(tensor) if tensor.scales is None else read_values(tensor)
 
     def rows(ids: torch.Tensor) -> torch.Tensor:
@@ -128,7 +129,7 @@ def _lookup(tensor: StoredTensor, scale: float) -> Callable[[torch.Tensor], torc
 def _in_batches(
     layer: Any, rows: torch.Tensor, per_layer: tuple[torch.Tensor | None, ...], shared: SharedRows, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """A layer on rows [texts, T, hidden]; the K/V rows that it shares are added to `shared`."""
+    """Runs a layer on rows [texts, T, hidden] in batches, and adds the K/V rows that it shares to `shared`."""
     count = len(rows)
     mask = inputs["attention_mask"]
     made, owned = [], []
@@ -147,16 +148,16 @@ def _in_batches(
     return torch.cat(made)
 
 
-# Squares of the inputs of a model's matrices, summed by hooks while the model runs, and the products of all pairs of their channels.
+# Hooks sum the squares of the matrices' inputs while a model runs, and the products of all pairs of input channels.
 
-# Matrices whose output is normed at once, whole or by heads, and what Gemma's norms add to mean squares.
+# Matrices whose output goes directly into a norm, as a whole or by heads, and the epsilon of Gemma's norms.
 _NORMED, _NORMED_HEADS, _EPSILON = ("o_proj", "down_proj", "per_layer_projection"), ("q_proj", "k_proj"), 1e-6
-# What they give goes through another matrix before it is normed.
+# Matrices whose output goes through another matrix before it is normed.
 _GATED = ("gate_proj", "up_proj")
 
 
 class InputSums:
-    """Adds up the squares of rows, by GGUF tensor name, and all products of their channels for the matrices that `moments` keep."""
+    """Sums the squares of rows by GGUF tensor name, and the products of their channels for the matrices that `moments` keeps."""
 
     def __init__(self, moments: SecondMoments | None) -> None:
         self._moments = moments
@@ -165,7 +166,7 @@ class InputSums:
         self._counts: dict[str, NDArray[np.float64]] = {}
 
     def add(self, name: str, rows: Any, expert: int | None = None, experts: int = 1) -> None:
-        """Adds rows [..., K] that were multiplied with this matrix, or with this expert of it, which has no moments."""
+        """Adds rows [..., K] that were multiplied by this matrix, or by one expert's part of it, for which no moments are kept."""
         flat = rows.reshape(-1, rows.shape[-1]).float()
         place, width = expert or 0, flat.shape[1]
         if name not in self._sums:
@@ -178,7 +179,7 @@ class InputSums:
             self._products[name].addmm_(flat.T, flat)
 
     def entries(self) -> Entries:
-        """All that was added; the means of the products go to the moments."""
+        """Returns the sums, and passes the means of the products on to the moments."""
         for name in list(self._products):
             assert self._moments is not None
             self._moments.add(name, (self._products.pop(name) / self._counts[name][0]).numpy())
@@ -187,9 +188,10 @@ class InputSums:
 
 @contextmanager
 def collecting(model: Any, sums: InputSums, prefix: str, head: str | None = None) -> Iterator[None]:
-    """Hooks `sums` to the inputs of every matrix that a GGUF quantizes, of a module whose names in the whole model have this prefix.
+    """Adds the inputs of every matrix of a module that is quantized in a GGUF to `sums`, by hooks.
 
-    The rows of `lm_head` count for `head`, if it is given.
+    `prefix` is what the whole model's names have before the module's own. If `head` is given, inputs of `lm_head` are added under that
+    name.
     """
     hooks = []
     values = set()
@@ -216,7 +218,10 @@ def collecting(model: Any, sums: InputSums, prefix: str, head: str | None = None
 
 
 def _normed_behind(model: Any, name: str, module: Any) -> tuple[Any, int | None]:
-    """The module with a matrix's inputs whose outputs are normed at once, and how many of them together; None if there is none."""
+    """Returns the module that has this matrix's inputs and whose outputs are normed next, and how many outputs a norm covers.
+
+    If the outputs are not normed, it returns the matrix itself and None.
+    """
     parent, _, matrix = name.rpartition(".")
     if matrix in _GATED:
         feed_forward = model.get_submodule(parent)
@@ -227,25 +232,25 @@ def _normed_behind(model: Any, name: str, module: Any) -> tuple[Any, int | None]
 
 
 def _add_inputs(sums: InputSums, name: str, width: int | None, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Adds a matrix's inputs; where `width` outputs are normed together, an error in a row counts beside the length of that row."""
+    """Adds a matrix's inputs. If `width` outputs are normed together, errors in a row are weighted relative to the row's length."""
     sums.add(name, inputs[0] if width is None else _counted(inputs[0], _inverse_squares(output, width)))
 
 
 def _inverse_squares(rows: Any, width: int) -> Any:
-    """The inverse mean squares of each `width` values of rows [..., N], and of these the mean [...]."""
+    """Returns the mean [...] of the inverse mean squares of each group of `width` values in rows [..., N]."""
     return (rows.unflatten(-1, (-1, width)).square().mean(-1) + _EPSILON).reciprocal().mean(-1)
 
 
 def _counted(rows: Any, counts: Any) -> Any:
-    """Rows [..., K] whose squares count as `counts` [...] say: 1 on average, so that sums over rows stay those of as many."""
+    """Scales rows [..., K] so that their squares are weighted by `counts` [...]. Weights are normalized to 1 on average."""
     return rows * (counts / counts.mean()).sqrt()[..., None]
 
 
 def _value_hooks(sums: InputSums, name: str, attention: Any, projection: Any) -> list[Any]:
-    """Hooks the inputs of the matrix that V comes from, on the text's own rows.
+    """Hooks the matrix from which V is computed, and the attention that uses it; returns the hooks.
 
-    An error in a row of V counts by the squares of the attention that it gets, beside the length of the row, which is normed. So most
-    counts the first token's, which most attention goes to where there is nothing to attend to, and whose V is short.
+    An error in a row of V is weighted by the squares of the attention to that row, relative to the row's length, because V is normed. So
+    the first token's row counts most: it gets most attention where a query has nothing to attend to, and its V is short.
     """
     kept: list[Any] = []
 
@@ -260,7 +265,7 @@ def _value_hooks(sums: InputSums, name: str, attention: Any, projection: Any) ->
 
 
 def _add_inputs_experts(sums: InputSums, names: tuple[str, ...], module: Any, inputs: tuple[Any, ...]) -> None:
-    """Experts are one module with 3-D weights, so the inputs of their second matrix are computed here again."""
+    """Adds the inputs of experts. They are one module with 3-D weights, so the inputs of the second matrix are computed again here."""
     rows, chosen = inputs[0], inputs[1]
     experts = len(module.gate_up_proj)
     for expert in chosen.unique().tolist():
@@ -271,5 +276,5 @@ def _add_inputs_experts(sums: InputSums, names: tuple[str, ...], module: Any, in
 
 
 def _text_name(name: str) -> str:
-    """The name that a weight of transformers' model has in a text-only one."""
+    """Returns the name that a weight of transformers' model has in a text-only checkpoint."""
     return text_name(name, multimodal=False) or name
