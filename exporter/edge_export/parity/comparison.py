@@ -1,4 +1,4 @@
-"""Runs an export over the reference's tokens, or its encoders over noise, and judges what comes out, whatever the format."""
+"""Runs an export, of either format, on the reference's tokens, or its encoders on noise, and compares the results with limits."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from edge_runtime.interfaces import Drafter, Target
 from edge_runtime.media.encoder_inputs import RATE, SIDE, Image, Sound
 from edge_runtime.media.soft_rows import Media
 
-# Tokens to generate, and tokens of each draft. A few hundred drafts take as long as about 25 forwards of 5 rows.
+# To measure the drafter's confidence: tokens to generate, and tokens per draft. It takes about as long as 25 forwards of 5 rows.
 WRITTEN, WRITTEN_AT_ONCE = 96, 4
 ROOM = WRITTEN + WRITTEN_AT_ONCE + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityLimits:
-    """Limits of equality: largest logit difference, mean KL in nats, shares of equal greedy tokens and drafts."""
+    """Limits of the comparison: largest logit difference, mean KL in nats, and smallest shares of equal greedy tokens and drafts."""
 
     max_abs_difference: float
     mean_kl: float
@@ -57,11 +57,13 @@ class ParityLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """By what an export is judged, and what messages call it: `library` ran a `noun` (export, graph).
+    """The limits for an export, and the words for messages about it.
 
-    The unquantized one, of `weight_type`, is judged by `limits`, and by the median KL of its rows. The one of `quantization` is judged by
-    its mean KL on held-out text; its greedy agreement is only recorded, as near-ties on unusual text flip easily. A refusal names the ways
-    out: `better`, the next better type with its option and bytes, and a calibration where `calibrates` says that it would help.
+    `limits` and `median_kl` apply to the unquantized export of `weight_type`. `kl_limit` applies to the mean KL of the export in
+    `quantization` on held-out text. Its greedy agreement is recorded but has no limit, because near-ties on unusual text flip easily.
+
+    In messages, `library` ran a `noun` (export or graph). `better` is the next better type with its option and size; `calibrates` says that
+    a calibration would help as well.
     """
 
     library: str
@@ -121,19 +123,18 @@ class Judgement:
         )
 
 
-# From the tokens to compare on, and texts by name to measure quality on.
+# A function that runs an export on the tokens to compare, and on the texts by name on which quality is measured.
 Run = Callable[[list[int], Mapping[str, list[int]]], Rowset]
 
 
 def compare_export(
     reference: Reference, plain: Run, final: Run | None, judgement: Judgement, *, as_llama: bool, uncalibrated: Run | None
 ) -> dict[str, Any]:
-    """Runs the unquantized and the final export (None: the same) over the tokens and returns the figures for the manifest.
+    """Runs the unquantized and the final export on the tokens and returns the figures for the manifest.
 
-    `as_llama`: as of `reference_rows`. `uncalibrated` is the final export without its calibration: how far that is away is a figure too.
-
-    Raises ParityError, naming the figure, the limit and --no-verify, if a figure is beyond its limit,
-    or if the export does not run.
+    `final` is None if both are the same. `as_llama` is that of `reference_rows`. `uncalibrated` is the final export without its
+    calibration; its mean KL is one of the figures. Raises ParityError if the export does not run or a figure is beyond its limit; the
+    message then names the figure, the limit and --no-verify.
     """
     tokens = parity_tokens(reference)
     texts = held_out_tokens(reference.tokenizer(), min(TEXT_TOKENS, reference.context, len(tokens) + ROOM))
@@ -168,15 +169,15 @@ def demand(what: str, value: float, *, maximum: float = float("inf"), minimum: f
 
 
 def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int], texts: Mapping[str, list[int]]) -> Rowset:
-    """Runs a loaded export over the tokens, and over each text. The last token is not decoded: it only starts the last draft.
+    """Runs a loaded export on the tokens and on each text. The last token is not decoded; it only starts the last draft.
 
-    An export without texts is not the one that is kept: the confidence of its drafter is not measured.
+    Without texts, the drafter's confidence is not measured, because such an export is not the one that goes into the bundle.
     """
     first = len(tokens) - 1 - ROWS
     target.prefill(tokens[:first])
     logits: list[Rows] = []
     drafts: list[tuple[int, ...]] = []
-    # A draft starts after each forward, so there are ROWS / ROWS_PER_FORWARD contexts of drafts.
+    # A draft starts after each forward, so there are ROWS / ROWS_PER_FORWARD drafts.
     contexts = tuple(range(first + ROWS_PER_FORWARD, len(tokens), ROWS_PER_FORWARD))
     for end in contexts:
         logits.append(np.array(target.verify(tokens[end - ROWS_PER_FORWARD : end])))
@@ -188,7 +189,7 @@ def export_rowset(target: Target, drafter: Drafter | None, tokens: list[int], te
 
 
 def check_tokenizer(reference: Reference, tokens: list[int], whose: str) -> None:
-    """Raises ParityError if `tokens`, those of TEXT, are not those of the checkpoint's own tokenizer."""
+    """Raises ParityError unless `tokens` are those of TEXT by the checkpoint's own tokenizer."""
     expected = reference.tokenizer().encode(TEXT, add_special_tokens=False)
     if tokens != expected:
         first = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected)))
@@ -198,7 +199,7 @@ def check_tokenizer(reference: Reference, tokens: list[int], whose: str) -> None
 
 
 class _Learner:
-    """A policy of one draft length whose rounds train an acceptance model."""
+    """A policy with a fixed draft length, whose rounds train an acceptance model."""
 
     def __init__(self) -> None:
         self.model = AcceptanceModel()
@@ -210,7 +211,7 @@ class _Learner:
         return RoundPlan(WRITTEN_AT_ONCE, should_continue=self._record)
 
     def observe(self, result: RoundResult) -> None:
-        """Trains the model on a round."""
+        """Trains the model on the result of a round."""
         self.model.observe(self._bins, result.verified, result.accepted)
 
     def _record(self, confidence: float) -> bool:
@@ -219,9 +220,9 @@ class _Learner:
 
 
 def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> dict[str, Any] | None:
-    """Returns the counts of an `AcceptanceModel` after WRITTEN tokens that follow the cache's and `last`, greedily.
+    """Greedily generates WRITTEN tokens after those in the cache and `last`, and returns the counts of an `AcceptanceModel`.
 
-    None if there is no room for them, or if the drafter reports no confidence.
+    Returns None if the context has no room for them, or if the drafter does not report its confidence.
     """
     if drafter is None or not drafter.stepwise or target.context - target.length < ROOM:
         return None
@@ -231,17 +232,17 @@ def drafter_confidence(target: Target, drafter: Drafter | None, last: int) -> di
     return learner.model.to_json() if learner.model.observed else None
 
 
-# Sides of the compared images of noise, in soft rows.
+# Height and width of the compared images of noise, in soft rows.
 _SIDES = ((2, 3), (7, 9))
 
 
 def measure_media_parity(
     reference: Reference, encode: Callable[[Sequence[Media]], list[Rows]], inputs: MediaInputs, *, quantization: str, limit: float
 ) -> dict[str, Any]:
-    """Returns the figures for the manifest: the largest distance of an image's and of a sound's rows, as shares of their norm.
+    """Returns the figures for the manifest: the largest distance of an image's rows and of a sound's rows, relative to their norm.
 
-    `encode` runs the exported encoder, whose weights are of type `quantization`; `limit` is the largest distance allowed. Raises
-    ParityError, naming the figure, the limit and --no-verify, if one is beyond the limit, or if the encoder does not run.
+    `encode` runs the exported encoder, whose weights are of type `quantization`. `limit` is the largest distance allowed. Raises
+    ParityError if the encoder does not run or a distance is beyond the limit; the message then names the figure, the limit and --no-verify.
     """
     media = probes(sound=inputs.audio is not None)
     try:
@@ -262,21 +263,21 @@ def measure_media_parity(
 
 
 def probes(*, sound: bool) -> list[Media]:
-    """Returns the images and the sound of one second that are compared."""
+    """Returns images of noise and, with `sound`, one second of noise, to be encoded and compared."""
     random = np.random.default_rng(SEED)
     media: list[Media] = [Image(random.integers(0, 256, (SIDE * high, SIDE * wide, 3), dtype=np.uint8)) for high, wide in _SIDES]
     return [*media, Sound(random.uniform(-0.5, 0.5, RATE).astype(np.float32))] if sound else media
 
 
 def distance(exported: Rows, expected: Rows) -> float:
-    """Returns the norm of the difference as a share of `expected`'s; infinite for rows of another shape."""
+    """Returns the norm of the difference relative to that of `expected`; infinite if the shapes differ."""
     if exported.shape != expected.shape:
         return float("inf")
     return float(np.linalg.norm(exported - expected) / np.linalg.norm(expected))
 
 
 def _rows_of(model: Any, media: Media, inputs: MediaInputs) -> Rows:
-    """transformers' rows [rows, hidden size] of an image or a sound."""
+    """Returns the rows [rows, hidden size] that transformers computes for an image or a sound."""
     import torch
 
     if isinstance(media, Image):
@@ -297,7 +298,10 @@ def _rows_of(model: Any, media: Media, inputs: MediaInputs) -> Rows:
 
 
 def _blocks(image: Image) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """What the member without a tower takes: blocks of SIDE x SIDE pixels [rows, values], by row, column and colour, and their (x, y)."""
+    """Returns the input of the member without a tower: blocks of pixels and their positions (x, y).
+
+    A block is SIDE x SIDE pixels [rows, values], in the order row, column, colour.
+    """
     high, wide = (side // SIDE for side in image.rgb.shape[:2])
     pixels = (image.rgb.astype(np.float32) / np.float32(255)).reshape(high, SIDE, wide, SIDE, 3).transpose(0, 2, 1, 3, 4)
     y, x = np.divmod(np.arange(high * wide), wide)

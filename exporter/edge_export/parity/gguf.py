@@ -1,6 +1,6 @@
-"""Compares exported GGUF files, run in llama.cpp by the runtime's own backend, with the reference on the same tokens.
+"""Compares exported GGUF files with the reference on the same tokens.
 
-With the comparison of ONNX graphs, the only module of the exporter that may open a backend.
+The runtime's own backend runs them in llama.cpp. Only this module and the comparison of ONNX graphs may open a backend in the exporter.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS
 from edge_runtime.bundle.manifest import MediaInputs
 from edge_runtime.media.soft_rows import Media
 
-# llama.cpp multiplies with activations rounded to the weights' type and keeps K/V in float16, transformers does not. Logits are capped
-# at +-30; a wrong tensor moves them by whole units and KL by tenths of a nat, rounding by less than the limits below.
+# Unlike transformers, llama.cpp rounds activations to the weights' type for products, and keeps K/V in float16. This moves logits, which
+# are capped at +-30, by less than the limits below. A wrong tensor moves them by whole units, and KL by tenths of a nat.
 UNQUANTIZED_LIMITS = {
     "f32": ParityLimits(max_abs_difference=0.25, mean_kl=0.002, greedy_agreement=0.95, draft_agreement=0.95),
     "f16": ParityLimits(max_abs_difference=0.5, mean_kl=0.005, greedy_agreement=0.95, draft_agreement=0.95),
     "bf16": ParityLimits(max_abs_difference=2.0, mean_kl=0.02, greedy_agreement=0.9, draft_agreement=0.9),
 }
-# With experts, rounding to 16 bits may choose another one where two are nearly tied: in a row, and through K/V in those after it. In the
-# worst random pairs at f16, logits moved by 2.1, mean KL was 0.007, 71% of the drafts and 92% of the greedy tokens were equal; in float32,
-# the two that were looked into have a mean KL of 1e-7. So the median of the rows is judged as the mean is elsewhere, the rest loosely.
+# In a model with experts, rounding to 16 bits may choose another expert where two are nearly tied. That changes a row, and through K/V the
+# rows after it. In the worst random pairs at f16, logits moved by 2.1, mean KL was 0.007, and 71% of the drafts and 92% of the greedy
+# tokens were equal. In float32, the two of them that were examined have a mean KL of 1e-7. So with experts the median KL has the limit that
+# the mean has otherwise, and the other limits are loose.
 EXPERTS_LIMITS = {
     kind: ParityLimits(
         max_abs_difference=8 * limits.max_abs_difference, mean_kl=4 * limits.mean_kl, greedy_agreement=0.75, draft_agreement=0.5
@@ -44,14 +45,14 @@ EXPERTS_LIMITS = {
     for kind, limits in UNQUANTIZED_LIMITS.items()
     if kind != "f32"
 }
-# Of an encoder's soft rows, as shares of their norm: twice what tiny random members show, whose weights amplify rounding more than
-# trained ones do. Products with bf16 and q8_0 weights round their activations to these types.
+# Limits of the error of an encoder's soft rows, relative to their norm. They are twice the errors of tiny random members, whose weights
+# amplify rounding more than trained ones. In products with bf16 and q8_0 weights, activations are rounded to these types.
 ENCODER_LIMITS = {"f32": 5e-3, "f16": 5e-3, "bf16": 0.04, "q8_0": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedModel:
-    """A half's files: `exported` is the bundle's, `unquantized` what it was quantized from, or the same."""
+    """The files of one half. `exported` is in the bundle; `unquantized` is the file it was quantized from, or the same file."""
 
     quantization: str
     weight_type: FloatType
@@ -65,11 +66,12 @@ Compared = tuple[ComparedModel, ComparedModel]
 def measure_parity(
     reference: Reference, models: Compared, notify: Callable[[str], None] = lambda _: None, uncalibrated: Callable[[], Path] | None = None
 ) -> dict[str, Any]:
-    """Compares target and drafter; returns the figures for the manifest, or {"skipped": reason}.
+    """Compares target and drafter. Returns the figures for the manifest, or {"skipped": reason}.
 
-    `uncalibrated` makes the target's file as it would be without its calibration; it is called where the comparison can run.
+    `uncalibrated` writes the target's file as it would be without calibration. It is called only if the comparison can run.
 
-    Raises ParityError, naming the figure, the limit and --no-verify, if one is beyond its limit, or if the export does not run.
+    Raises ParityError if the export does not run or a figure is beyond its limit; the message then names the figure, the limit and
+    --no-verify.
     """
     if (reason := why_not(reference, "llama-cpp-python", "llama")) is not None:
         return {"skipped": reason}
@@ -95,7 +97,7 @@ def measure_parity(
 
 
 def encoder_parity(reference: Reference, target: Path, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
-    """Returns the figures of an encoder's file, which runs beside the exported target. Raises ParityError."""
+    """Compares an encoder's file and returns the figures. The exported target is opened too, as llama.cpp needs it. Raises ParityError."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
         from edge_runtime.backends.llama.context import LlamaOptions
@@ -110,7 +112,7 @@ def encoder_parity(reference: Reference, target: Path, encoder: Path, quantizati
 
 
 def _better(reference: Reference, quantization: str) -> str | None:
-    """The option for the next better type, with about how many bytes it takes."""
+    """Returns the option for the next better type, with its approximate size; None for an unquantized type."""
     if quantization in UNQUANTIZED_LIMITS:
         return None
     better, model = QUANTIZATIONS[OFFERED[OFFERED.index(quantization) + 1]], reference.target.checkpoint
@@ -118,7 +120,7 @@ def _better(reference: Reference, quantization: str) -> str | None:
 
 
 def judgement_of(models: Compared, experts: int) -> Judgement:
-    """Returns the limits for these files; `experts` counts those of a layer of the target, 0 for a dense one."""
+    """Returns the limits for these files. `experts` is the number of experts in a layer of the target; 0 means none."""
     target, _ = models
     limits = unquantized_limits(target.weight_type, experts)
     drafts = min(unquantized_limits(model.weight_type, experts).draft_agreement for model in models)
@@ -134,7 +136,7 @@ def judgement_of(models: Compared, experts: int) -> Judgement:
 
 
 def unquantized_limits(weight_type: str, experts: int) -> ParityLimits:
-    """Returns the limits for a file in that type whose layers have so many experts."""
+    """Returns the limits for a file of this type whose layers have this number of experts."""
     limits = UNQUANTIZED_LIMITS[weight_type]
     return EXPERTS_LIMITS.get(weight_type, limits) if experts else limits
 
@@ -148,7 +150,7 @@ def _export_rows(
     texts: Mapping[str, list[int]],
     notify: Callable[[str], None],
 ) -> Rowset:
-    """Runs one pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
+    """Runs a pair of files in llama.cpp. Raises EdgeRuntimeError, ParityError."""
     from edge_runtime.backends.llama.context import LlamaOptions
     from edge_runtime.backends.llama.crash_probe import probe_load_options
     from edge_runtime.backends.llama.pair import open_pair

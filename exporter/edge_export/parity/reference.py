@@ -1,6 +1,6 @@
-"""The reference that an export is compared with: transformers in float32, run on the checkpoint itself; and how far logits are from it.
+"""Runs the reference for comparisons, which is transformers on the checkpoint in float32, and measures how far logits differ from it.
 
-torch and transformers are imported by the functions that run a model, so that a plan and a help need neither.
+torch and transformers are imported only in the functions that run a model, so that a plan or --help needs neither.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from edge_export.errors import ParityError
 from edge_runtime.decoding.quality import KINDS, agrees, divergence_of, held_out_text, log_softmax, write_reference
 
 Rows = NDArray[np.float32]
-# transformers 5.19 added the assistant; 5.23.0 alone cannot build it ("cache-producing layer types").
+# transformers has had the assistant since 5.19. Only 5.23.0 cannot build it ("cache-producing layer types").
 FIRST_TRANSFORMERS, UNFIT_TRANSFORMERS, END_TRANSFORMERS = (5, 19), (5, 23), (5, 25)
 SEED = 20260101
-# Rows whose logits are compared. Before them are as many tokens as the sliding window has rows, so that its edge is tested.
+# The number of rows whose logits are compared. As many tokens as the sliding window holds are before them, so that its edge is tested.
 ROWS = 64
 MIN_CONTEXT = ROWS + 16
 MAX_WINDOW = 1024
 DRAFT_LENGTH = 3
-# Besides the float32 weights: activations, the pages of the export, towers of other modalities that transformers loads too.
+# Memory relative to the float32 weights. The rest is activations, the export's pages, and towers of other modalities, which transformers
+# loads as well.
 MEMORY_MARGIN = 1.2
 TEXT = """The reader opens the file once, looks at the first bytes and decides what it is dealing with. If the size does not fit what the
 header promises, it says so and stops: a wrong answer that looks right costs more than no answer at all.
@@ -50,17 +51,17 @@ def running_mean(values, width):
     return means
 """
 REFUSED = "the bundle is refused (--no-verify skips this check)"
-# Weights that the text model does not use: other modalities, tied heads, the sparse head.
+# Weights that the comparison does not use: those of other modalities, tied heads, and the sparse head.
 _NOT_COMPARED = re.compile(r"vision|audio|lm_head|masked_embedding")
 
 
-# Values by the names of a text-only checkpoint, read one tensor at a time.
+# Functions that read one tensor each, by names of a text-only checkpoint.
 Weights = Mapping[str, Callable[[], NDArray[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A pair of checkpoints as transformers runs it, in float32 on so many threads; the export holds `context` tokens."""
+    """A pair of checkpoints to run in transformers, in float32 on `threads` threads. `context` is the export's context length."""
 
     target: ResolvedSource
     drafter: ResolvedSource
@@ -69,12 +70,12 @@ class Reference:
 
     @property
     def parameters(self) -> int:
-        """Weights of both models."""
+        """The number of weights of both models."""
         return self.target.checkpoint.parameters + self.drafter.checkpoint.parameters
 
     @property
     def architecture(self) -> TextArchitecture:
-        """The target's."""
+        """The target's architecture."""
         return self.target.checkpoint.architecture
 
     def tokenizer(self) -> Any:
@@ -92,9 +93,9 @@ class Reference:
 
 @dataclass(frozen=True, kw_only=True)
 class Rowset:
-    """What one implementation gave: logits [ROWS, vocabulary], and `drafts[i]` of DRAFT_LENGTH tokens at context `contexts[i]`.
+    """The results of one implementation: logits [ROWS, vocabulary], and drafts of DRAFT_LENGTH tokens, `drafts[i]` at `contexts[i]`.
 
-    `confidence` is the accuracy of its drafter's confidence (see comparison.py), `texts` the logits of texts by name.
+    `confidence` holds counts about its drafter's confidence (see comparison.py), and `texts` the logits of texts by name.
     """
 
     logits: Rows
@@ -108,14 +109,14 @@ def tokenizer_of(source: ResolvedSource) -> Any:
     """Returns a checkpoint's own tokenizer, run by transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    assert source.tokenizer is not None  # only a GGUF has none
+    assert source.tokenizer is not None  # only a GGUF source has no tokenizer here
     return PreTrainedTokenizerFast(tokenizer_file=str(source.tokenizer.folder / TOKENIZER_NAME))
 
 
 def why_not(reference: Reference, library: str, extra: str) -> str | None:
     """Returns the reason why parity cannot be measured here, or None if it can. Imports nothing heavy.
 
-    `library` runs the export, `extra` installs it.
+    `library` runs the export, and `extra` is the extra of edge-mtp that installs it.
     """
     if reference.context < MIN_CONTEXT:
         return f"the comparison takes {MIN_CONTEXT} tokens, the context is {reference.context}"
@@ -126,12 +127,12 @@ def why_not(reference: Reference, library: str, extra: str) -> str | None:
 
 
 def why_no_reference(parameters: int) -> str | None:
-    """Returns the reason why transformers cannot run so many parameters in float32 here, or None. Imports nothing heavy."""
+    """Returns the reason why transformers cannot run this many parameters in float32 here, or None. Imports nothing heavy."""
     return why_no_run(int(4 * parameters * MEMORY_MARGIN), "the float32 reference")
 
 
 def why_no_run(needed: int, what: str) -> str | None:
-    """Returns the reason why transformers cannot run `what` here, which needs so many bytes, or None. Imports nothing heavy."""
+    """Returns the reason why transformers cannot run `what`, which needs `needed` bytes, here, or None. Imports nothing heavy."""
     for package in ("torch", "transformers"):
         if installed_version(package) is None:
             return f"{package} is not installed; pip install 'edge-mtp[verify]' to compare with the reference"
@@ -149,7 +150,7 @@ def why_no_run(needed: int, what: str) -> str | None:
 
 
 def parity_tokens(reference: Reference) -> list[int]:
-    """TEXT as the reference tokenizes it, after a seeded shuffle of its own tokens: a window of them, or what else the context holds."""
+    """Returns the tokens to compare: TEXT, after random tokens of it (with a fixed seed), as many as the window or the context holds."""
     tokenizer = reference.tokenizer()
     ids: list[int] = tokenizer.encode(TEXT, add_special_tokens=False)
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
@@ -162,9 +163,10 @@ def parity_tokens(reference: Reference) -> list[int]:
 def reference_rows(
     reference: Reference, tokens: list[int], texts: Mapping[str, list[int]], rowsets: list[Rowset], *, as_llama: bool
 ) -> tuple[Rows, dict[str, Rows], list[float]]:
-    """Returns the reference's logits [ROWS, vocabulary], those of each text, and each row set's share of drafts as the assistant's.
+    """Returns the reference's logits [ROWS, vocabulary], its logits of each text, and the share of equal drafts for each row set.
 
-    `as_llama` makes the assistant compute what llama.cpp computes: the dense head, and two rows less of the window.
+    The shares are of drafted tokens that equal the assistant's. `as_llama` makes the assistant compute what llama.cpp computes: with the
+    dense head, and with two rows less in the window.
     """
     with inference(reference.threads):
         window = reference.architecture.window - 1 if as_llama else len(tokens)
@@ -180,7 +182,7 @@ def reference_rows(
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Lets torch use so many threads."""
+    """Makes torch use `count` threads inside the block."""
     import torch
 
     before = torch.get_num_threads()
@@ -193,7 +195,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inference(threads: int) -> Iterator[None]:
-    """Runs models without gradients, on so many threads."""
+    """Runs models inside the block without gradients, on `threads` threads."""
     import torch
 
     with torch_threads(threads), torch.inference_mode():
@@ -201,7 +203,7 @@ def inference(threads: int) -> Iterator[None]:
 
 
 def run_target(target: Any, tokens: list[int], rows: int, window: int) -> tuple[Any, ReferenceRows]:
-    """Runs a target over tokens; returns the logits [rows, vocabulary] of the last ones, and the assistant's inputs."""
+    """Runs a target on tokens. Returns the logits [rows, vocabulary] of the last ones, and the assistant's inputs."""
     import torch
 
     output = target(
@@ -214,7 +216,7 @@ def run_target(target: Any, tokens: list[int], rows: int, window: int) -> tuple[
 class ReferenceRows:
     """Inputs of the assistant: the embedding, hidden rows [1, T, hidden], K/V [1, heads, T, head_dim] by layer type.
 
-    `window` is the number of rows given to its sliding layers; the assistant masks those beyond its own window.
+    `window` is the number of rows that its sliding layers get. The assistant masks rows beyond its own window.
     """
 
     embed: Any
@@ -223,13 +225,13 @@ class ReferenceRows:
     window: int
 
     def before(self, position: int) -> dict[str, tuple[Any, Any]]:
-        """The K/V rows for a query at `position`: all before it, `window` of them on sliding layers."""
+        """Returns the K/V rows for a query at `position`: all rows before it, and on sliding layers only the last `window` of them."""
         first = {"sliding_attention": max(0, position - self.window)}
         return {kind: tuple(rows[:, :, first.get(kind, 0) : position] for rows in pair) for kind, pair in self.shared.items()}
 
 
 def draft_steps(assistant: Any, rows: ReferenceRows, token: int, position: int) -> Generator[Any, int, None]:
-    """Unrolls the assistant at constant position: yields the logits [vocabulary] of each step, and is sent the token of the next."""
+    """Runs the assistant's steps at a constant position. Yields the logits [vocabulary] of each step; send it the next step's token."""
     import torch
 
     hidden, shared = rows.hidden[:, position - 1 : position], rows.before(position)
@@ -245,7 +247,7 @@ def draft_steps(assistant: Any, rows: ReferenceRows, token: int, position: int) 
 
 
 def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: Rowset) -> float:
-    """Follows the export's drafts. Every step is compared, whether or not the step before agreed."""
+    """Returns the share of the export's drafted tokens that are the assistant's. It compares every step, even after one that differs."""
     agreed = 0
     for position, draft in zip(rowset.contexts, rowset.drafts, strict=True):
         steps = draft_steps(assistant, rows, tokens[position], position)
@@ -256,7 +258,7 @@ def _agreement(assistant: Any, rows: ReferenceRows, tokens: list[int], rowset: R
 
 
 def load_reference(folder: Path, weights: Weights | None = None) -> Any:
-    """Loads a checkpoint in float32, or with these weights; raises ParityError if a weight of the text model is not in it."""
+    """Loads a checkpoint in float32, or its config with these weights. Raises ParityError if a weight of the text model is missing."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -285,7 +287,7 @@ def _loaded(folder: Path) -> tuple[Any, list[str]]:
 
 
 def _filled(folder: Path, weights: Weights) -> tuple[Any, list[str]]:
-    """The text model of a config, with given weights."""
+    """Builds the text model of a config with these weights. Returns it and the names of the weights that are missing."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -307,10 +309,10 @@ def _filled(folder: Path, weights: Weights) -> tuple[Any, list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Export against reference over all rows: largest absolute logit difference, mean and median KL(reference || export) in nats,
-    greedy agreement.
+    """Differences between an export and the reference over all rows.
 
-    Greedy agreement is the share of rows whose likeliest token is the reference's own (`agrees`).
+    They are the largest absolute logit difference, mean and median KL(reference || export) in nats, and greedy agreement, which is the
+    share of rows whose likeliest token is the reference's (`agrees`).
     """
 
     max_abs_difference: float
@@ -320,7 +322,7 @@ class Divergence:
 
 
 def divergence(reference: Rows, export: Rows) -> Divergence:
-    """Compares logits [rows, vocabulary], row by row so that no float64 copy of all rows is made. A NaN or infinity gives infinity."""
+    """Compares logits [rows, vocabulary], row by row, to avoid a float64 copy of all rows. A NaN or infinity results in infinity."""
     if not np.isfinite(export).all():
         return Divergence(max_abs_difference=float("inf"), mean_kl=float("inf"), median_kl=float("inf"), greedy_agreement=0.0)
     divergences = [divergence_of(log_softmax(expected), log_softmax(actual)) for expected, actual in zip(reference, export, strict=True)]
@@ -332,19 +334,19 @@ def divergence(reference: Rows, export: Rows) -> Divergence:
     )
 
 
-# The held-out texts, as a checkpoint's own tokenizer and transformers read them.
+# The held-out texts, tokenized by a checkpoint's own tokenizer in transformers.
 
-# Tokens of each text that an export is judged by, so rows of all: 3 * (176 - 9) = 501.
+# How many tokens of each text an export is compared on. With the three texts, this makes 3 * (176 - 9) = 501 rows.
 TEXT_TOKENS = 176
 
 
 def held_out_tokens(tokenizer: Any, count: int) -> dict[str, list[int]]:
-    """The texts by kind as this tokenizer (of transformers) reads them, the first `count` tokens of each."""
+    """Returns the first `count` tokens of each held-out text, by kind, from a tokenizer of transformers."""
     begin: list[int] = tokenizer.encode("", add_special_tokens=True)
     return {kind: [*begin, *tokenizer.encode(held_out_text(kind), add_special_tokens=False)][:count] for kind in KINDS}
 
 
-# edge-bench quality may not import this package, so it runs this module as a program.
+# edge-bench quality must not import this package, so it runs this module as a program.
 
 
 @click.command()
