@@ -1,4 +1,4 @@
-"""The files of a bundle beside its models: the manifest's facts, tokenizer, chat template, config.yaml, signature."""
+"""A bundle's files besides its models: the manifest's facts, tokenizer, chat template, config.yaml and signature."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PIECE_BYTES = 4 << 20
 CACHE_DTYPE = "f16"
 # llama.cpp rounds its caches up to this many rows (src/llama-kv-cache-iswa.cpp).
 ROW_STEP = 256
-# Our names and those of generation_config.json -> the keys that llama.cpp's converter writes for them.
+# For names of settings, which are ours and those of generation_config.json: the keys that llama.cpp's converter writes.
 _NUMBERS = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -53,17 +53,17 @@ _NUMBERS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 _TOP_K, _SUPPRESSED = "general.sampling.top_k", "tokenizer.ggml.suppress_tokens"
-# What counts only where tokens are sampled; a penalty counts always.
+# Settings that matter only if tokens are sampled. A repetition penalty always matters.
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 _ENDS = "eos_token_id"
-# (least, most): SamplingParams refuses others.
+# The lowest and highest values that SamplingParams accepts.
 _RANGES = {"temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-6, 1e6)}
 
 
 def cache_layout(target: Checkpoint, drafter: Checkpoint, context: int) -> CacheLayout:
-    """The K/V rows a loop over `context` tokens keeps: who owns them, who reads them, how many there are.
+    """Returns the layout of the K/V rows for a context: which layers own them, which layers read them, and how many there are.
 
-    Raises CheckpointError if the two are no pair or `context` is not in 1..max_position_embeddings.
+    Raises CheckpointError if the two are not a pair, or if `context` is not in 1..max_position_embeddings.
     """
     check_pair(target, drafter)
     model = target.architecture
@@ -96,7 +96,7 @@ def _layer_cache(model: TextArchitecture, kind: str, capacity: int, window: int 
 
 
 def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Architecture:
-    """Facts of the pair for the manifest; `context` is the context length the bundle is made for."""
+    """Returns the manifest's facts about the pair. `context` is the context length for which the bundle is made."""
     model, assistant = target.architecture, drafter.assistant
     return Architecture(
         family=SIZES.get((model.layers, model.hidden_size), "custom"),
@@ -118,14 +118,15 @@ def architecture(target: Checkpoint, drafter: Checkpoint, context: int) -> Archi
 
 
 def _prompt_parameters(target: Checkpoint) -> int:
-    """The weights that a token of a prompt is multiplied with for its K/V rows: of the last layer with such rows K's and V's alone.
+    """Returns how many weights a prompt's token is multiplied by to compute its K/V rows.
 
-    Of experts those in use are counted, of the projection to per-layer embeddings those layers' part.
+    Only the K and V matrices of the last layer with its own K/V are counted, and nothing after it. Of experts, those that a token uses are
+    counted; of the projection to per-layer embeddings, the part of the counted layers.
     """
     model, needed = target.architecture, 0
     last = model.owning_layers - 1
     for name, tensor in target.tensors.items():
-        place = gguf_name(name) or name  # a GGUF file's tensors have such names already
+        place = gguf_name(name) or name  # tensors of a GGUF file have GGUF names already
         _, layer, part = place.split(".", 2) if place.startswith("blk.") else ("", "", place)
         count = prod(tensor.shape) if len(tensor.shape) > 1 else 0
         if layer.isdecimal() and int(layer) < last:
@@ -138,12 +139,12 @@ def _prompt_parameters(target: Checkpoint) -> int:
 
 
 def _widest_feed_forward(model: TextArchitecture) -> int:
-    """The most values per token that a feed-forward block computes at once: the dense width and that of the experts in use."""
+    """Returns the most values per token that a feed-forward block computes at once: the dense width plus that of the experts in use."""
     return max(model.feed_forward_of(layer) for layer in range(model.layers)) + model.experts_used * model.expert_size
 
 
 def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
-    """Returns the target's generation settings as transformers reads them; None for none. Raises CheckpointError for impossible values."""
+    """Returns the target's generation settings as transformers reads them, or None. Raises CheckpointError for impossible values."""
     size = target.checkpoint.architecture.vocab_size
     ends: tuple[int, ...] = ()
     if target.gguf is None:
@@ -157,7 +158,7 @@ def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
     else:
         path, keys = target.path, target.gguf.keys
         values = {name: keys.get(key) for name, key in _NUMBERS.items()}
-        # Greedy decoding is not written there; a temperature is written only where it is set.
+        # A GGUF does not say whether decoding is greedy, and has a temperature only if one was set.
         values |= {"top_k": keys.get(_TOP_K), "suppress_tokens": keys.get(_SUPPRESSED)}
     defaults = GenerationDefaults(
         **{name: _number(values, name, path) for name in _NUMBERS},
@@ -169,7 +170,7 @@ def generation_defaults(target: ResolvedSource) -> GenerationDefaults | None:
 
 
 def _end_tokens(target: ResolvedSource, generation: dict[str, Any], size: int) -> tuple[int, ...]:
-    """The end tokens of generation_config.json; if it names none, those of config.json, whose text_config counts last."""
+    """Returns the end tokens of the first that has any: generation_config.json, config.json, text_config in config.json."""
     config = target.checkpoint.config
     inner = config.get("text_config")
     places = ((GENERATION_NAME, generation), ("config.json", config), ("config.json", inner if isinstance(inner, dict) else {}))
@@ -209,7 +210,7 @@ def _wrong(path: Path, name: str, value: object, expected: str) -> CheckpointErr
 
 
 def copy_file(source: Path, destination: Path, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Copies a file; `progress` gets the bytes copied since its last call."""
+    """Copies a file. `progress` gets the bytes copied since its last call."""
     with source.open("rb") as reader, destination.open("wb") as writer:
         while piece := reader.read(_PIECE_BYTES):
             writer.write(piece)
@@ -217,7 +218,7 @@ def copy_file(source: Path, destination: Path, progress: Callable[[int], None] =
 
 
 def template_of(target: ResolvedSource) -> str | None:
-    """The target's chat template. Raises CheckpointError for one that the runtime would refuse."""
+    """Returns the target's chat template, or None. Raises CheckpointError if the runtime would refuse it."""
     if target.gguf is not None:
         text = target.gguf.keys.get("tokenizer.chat_template")
         template, advice = text if isinstance(text, str) else None, "give another GGUF, or its checkpoint"
@@ -235,7 +236,7 @@ def template_of(target: ResolvedSource) -> str | None:
 
 
 def copy_texts(target: ResolvedSource, template: str | None, folder: Path, progress: Progress) -> list[BundlePart]:
-    """Puts the tokenizer and the chat template into the bundle. A GGUF holds its tokenizer itself."""
+    """Copies the tokenizer and the chat template into the bundle. A GGUF source has no separate tokenizer to copy."""
     progress.step("Copy the tokenizer", None)
     parts: list[BundlePart] = []
     if target.tokenizer is not None:
@@ -248,7 +249,7 @@ def copy_texts(target: ResolvedSource, template: str | None, folder: Path, progr
 
 
 def hash_parts(parts: list[BundlePart], folder: Path, weights: Mapping[str, int], progress: Progress) -> tuple[BundleFile, ...]:
-    """Returns the manifest's entries of the written files; `weights` is how many target and drafter have."""
+    """Returns the manifest's entries of the written files. `weights` holds the number of weights of target and drafter."""
     progress.step("Hash the bundle", None)
     return tuple(
         BundleFile(
@@ -265,7 +266,7 @@ def hash_parts(parts: list[BundlePart], folder: Path, weights: Mapping[str, int]
 
 
 def _bits(part: BundlePart, weights: int | None) -> float | None:
-    """How many bits a weight takes in a model's file: of a GGUF in its tensors, as llama.cpp counts them."""
+    """Returns the bits per weight of a model's file, or None. In a GGUF only tensors are counted, as in llama.cpp."""
     if not weights or part.format not in ("gguf", "onnx_data"):
         return None
     is_gguf = part.format == "gguf"
@@ -274,14 +275,14 @@ def _bits(part: BundlePart, weights: int | None) -> float | None:
 
 
 def hash_source(source: ResolvedSource, progress: Progress) -> ModelSource:
-    """Returns the manifest's entry of one half's source files."""
+    """Returns the manifest's entry for the source files of one half."""
     progress.step(f"Hash the {source.role}'s source", sum(path.stat().st_size for path in source_files(source)))
     return manifest_source(source, progress.advance)
 
 
 def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeConfig:
-    """Returns the bundle's config.yaml: `config` over the defaults, with the models, quantizations and context of the manifest."""
-    # Of two formats the first counts, as for a reader.
+    """Returns the bundle's config.yaml: the manifest's models, quantizations and context, then `config`, then the defaults."""
+    # If there are two formats, that of the first file is used, as readers do.
     quantizations = {entry.role: entry.quantization for entry in reversed(manifest.files)}
     exported = SpeculativeConfig(
         drafter=DrafterConfig(model=manifest.sources["drafter"].origin, precision=quantizations["drafter"]),
@@ -289,12 +290,12 @@ def bundle_config(config: SpeculativeConfig, manifest: Manifest) -> SpeculativeC
         cache=CacheConfig(max_context_length=manifest.runtime.context),
     )
     complete = exported.over(expanded(config)).over(defaults(manifest.runtime))
-    # Every value of the preset is written out, so its name is left out.
+    # All values of the preset are written out, so its name is not needed.
     return replace(complete, tuning=replace(complete.tuning, preset=None))
 
 
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
-    """Returns the private key in a PEM file without a password. Raises ExportError if it is none, before anything is made."""
+    """Returns the private key in a PEM file without a password. Raises ExportError if the file has none."""
     try:
         return read_key(path)
     except EdgeRuntimeError as error:
@@ -302,5 +303,5 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def sign_manifest(folder: Path, manifest: bytes, key: Ed25519PrivateKey) -> None:
-    """Writes the signature of these bytes beside them."""
+    """Writes the signature of the manifest's bytes beside the manifest."""
     (folder / SIGNATURE_NAME).write_bytes(base64.b64encode(key.sign(manifest)) + b"\n")

@@ -1,4 +1,4 @@
-"""The export: reads a pair and writes a bundle, in steps that are shown and complete or not at all; and what it would write."""
+"""Exports a pair: reads it and writes a bundle, which appears complete or not at all. Also plans an export without writing it."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ from edge_runtime.bundle.gguf_header import QUANTIZATIONS
 from edge_runtime.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, BundleFile, Manifest, RuntimeSettings
 from edge_runtime.config.settings import CONFIG_NAME, config_text
 
-# Manifest, configuration, model card and presets.
+# Room for the manifest, configuration, model card and presets.
 _TEXT_BYTES = 64 << 10
 
 
 def export_pair(request: ExportRequest, progress: Progress | Callable[[str], None] | None = None) -> Bundle:
     """Writes the bundle `request.output` and returns it, opened and checked.
 
-    `progress` is a `Progress`, or a function such as `print` that gets a line for each step; None reports nothing.
+    `progress` is a `Progress`, or a function such as `print` that gets a line for each step. With None, nothing is reported.
 
-    Raises ExportError (CheckpointError, ParityError). Then no file is left behind, and an existing bundle is unchanged.
+    Raises ExportError (CheckpointError, ParityError). In that case the output folder is not created, and an existing bundle is unchanged.
     """
     if not isinstance(progress, Progress):
         progress = ProgressLines() if progress is None else ProgressLines(progress)
@@ -88,9 +88,9 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
             sign_manifest(folder, manifest.to_json().encode(), key)
         (folder / CONFIG_NAME).write_text(config_text(bundle_config(request.config, manifest)), encoding="utf-8")
         write_companions(folder, manifest)
-        # The hashes were just computed from these files; names, sizes and layout are checked once more, as a reader would.
+        # Names, sizes and layout are checked as a reader does. Hashes are not, because they were just computed from these files.
         open_bundle(folder, check="none")
-        # A power cut must not leave the bundle's name on incomplete files, least of all where it replaces an old bundle.
+        # After a power cut, the bundle's name must not belong to incomplete files, especially if it replaced an old bundle.
         progress.step("Write the bundle to the disk", None)
         sync_files(folder)
     clear_tuning(request)
@@ -98,11 +98,11 @@ def export_pair(request: ExportRequest, progress: Progress | Callable[[str], Non
 
 
 def _check_tools(request: ExportRequest) -> None:
-    """Raises ExportError, before anything is fetched, if a package is missing without which the export cannot end."""
+    """Raises ExportError if a package that the export needs is missing, before anything is downloaded."""
     if request.onnx is not None and find_spec("onnx") is None:
         raise ExportError("onnx is not installed; pip install 'edge-mtp[export-onnx]' to write ONNX graphs")
     halves = ((request.target, request.target_quantization), (request.drafter, request.drafter_quantization))
-    # What comes as a GGUF is copied; what was trained for q4_0 may need no llama.cpp.
+    # A GGUF is only copied. Weights that were trained for q4_0 may need no llama.cpp, which is known only when they are here.
     if request.gguf and any(quantization not in DIRECT and fetched_checkpoint(origin) for origin, quantization in halves):
         library_version()
 
@@ -116,7 +116,7 @@ def _open_job(request: ExportRequest, progress: Progress) -> ExportJob:
         check_onnx_sources(target, drafter, request.onnx)
         onnx = request.onnx if request.media is None else replace(request.onnx, media=ONNX_MEDIA[request.media])
         if onnx.mixed(onnx.target) and not target.checkpoint.rounding and trained_for_q4(target.checkpoint):
-            # int4 in blocks of 32 holds these weights exactly; the default mix of larger blocks does not.
+            # int4 in blocks of 32 stores these weights exactly; the default mix, which has larger blocks, does not.
             onnx = replace(onnx, block=32, on_grid=True)
         request = replace(request, onnx=onnx)
     context = request.context or min(DEFAULT_CONTEXT, target.checkpoint.architecture.context)
@@ -169,13 +169,13 @@ def _onnx_bytes(job: ExportJob, request: OnnxRequest) -> int:
 
 
 def calibration_folder(request: ExportRequest) -> Path:
-    """The folder of the state of a calibration, from which the next call goes on."""
+    """Returns the folder of a calibration's state, from which the next call continues."""
     return request.output.absolute().with_name(f"{request.output.name}.calibration")
 
 
 @contextlib.contextmanager
 def _kept_calibration(job: ExportJob) -> Iterator[None]:
-    """Keeps the state of a calibration that ran at least one layer if the export fails, and says where it is."""
+    """Removes a calibration's state, but keeps it and says where it is if the export fails after at least one layer."""
     folder = calibration_folder(job.request)
     existed = folder.exists()
     try:
@@ -211,7 +211,7 @@ def _importance(job: ExportJob, gguf: GgufFiles | None) -> dict[str, Importance]
 
 
 def _make_onnx(job: ExportJob, importance: dict[str, Importance], folder: Path) -> tuple[OnnxFiles | None, dict[str, Any]]:
-    """The ONNX files, and their part of the manifest's `parity`; nothing if no graphs are asked for."""
+    """Writes the ONNX files and returns them with their part of the manifest's `parity`; None and {} if no graphs are requested."""
     request, progress = job.request.onnx, job.progress
     if request is None:
         return None, {}
@@ -253,7 +253,7 @@ def _manifest(
 
 
 def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedSource]) -> None:
-    """Raises ExportError if a format that is asked for cannot round activations by fixed scales, as a checkpoint does."""
+    """Raises ExportError if a checkpoint rounds activations by fixed scales and a requested format cannot do that."""
     for source in pair:
         if not source.checkpoint.rounding:
             continue
@@ -268,9 +268,10 @@ def check_rounding(request: ExportRequest, pair: tuple[ResolvedSource, ResolvedS
 
 
 def with_tuned_drafter(job: ExportJob) -> ExportJob:
-    """Returns the job with the tuned drafter; as it is if no tuning is asked for, or if the original is as good. Raises ExportError.
+    """Tunes the drafter if requested, and returns the job with the tuned one.
 
-    The state is in a folder beside the output, so that a stopped call goes on where it was.
+    Returns the job unchanged if no tuning is requested, or if the original drafter is as good. The state is in a folder beside the output,
+    so that a stopped call can be continued. Raises ExportError.
     """
     request, progress, (target, drafter) = job.request, job.progress, job.pair
     if request.tune_drafter is None:
@@ -278,10 +279,10 @@ def with_tuned_drafter(job: ExportJob) -> ExportJob:
     if target.gguf is not None or drafter.gguf is not None:
         named = target if target.gguf is not None else drafter
         raise ExportError(f"tuning trains the drafter in transformers, and {named.origin} is a GGUF; give its checkpoint")
-    parameters = target.checkpoint.parameters + 4 * drafter.checkpoint.parameters  # gradients and the optimizer's two sums
+    parameters = target.checkpoint.parameters + 4 * drafter.checkpoint.parameters  # weights, gradients, and the optimizer's two sums
     if (reason := why_no_reference(parameters)) is not None:
         raise ExportError(f"tuning trains the drafter in transformers, but {reason}")
-    # Imported here, as only a tuning needs torch.
+    # Imported here because it imports torch, which only a tuning needs.
     from edge_export.tuning import TuningRequest, tune
 
     progress.step(f"Tune the drafter on {request.tune_drafter.name}", None)
@@ -304,21 +305,22 @@ def with_tuned_drafter(job: ExportJob) -> ExportJob:
 
 
 def tuning_folder(request: ExportRequest) -> Path:
-    """The folder of the state."""
+    """Returns the folder of a tuning's state."""
     return request.output.absolute().with_name(f"{request.output.name}.tuning")
 
 
 def clear_tuning(request: ExportRequest) -> None:
-    """Removes the state once the bundle is complete."""
+    """Removes a tuning's state, once the bundle is complete."""
     if request.tune_drafter is not None:
         shutil.rmtree(tuning_folder(request), ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedExport:
-    """The manifest with about the sizes of the files; the bytes to download, `listed` by the hub or estimated from the configs.
+    """What an export would write, download and need.
 
-    `disk_bytes` is about the free disk that the export takes: for the bundle, and beside it for unquantized files.
+    `manifest` has approximate file sizes. `download_bytes` are from the hub's listing if `listed`, else estimated from the configs.
+    `disk_bytes` is the approximate disk space that the export needs, for the bundle and for unquantized files beside it.
     """
 
     manifest: Manifest
@@ -327,7 +329,7 @@ class PlannedExport:
     disk_bytes: int
 
     def lines(self) -> list[str]:
-        """Two sentences for people."""
+        """Returns the download and the disk space as two sentences."""
         label = "by the hub's listing" if self.listed else "estimated from the config: the text model in 16 bits, without images and sound"
         fetched = f"{byte_text(self.download_bytes)} ({label})" if self.download_bytes else "nothing, its files are here"
         return [
@@ -353,7 +355,7 @@ def planned_export(
 ) -> PlannedExport:
     """Plans an export to GGUF files. Raises ExportError (CheckpointError).
 
-    Weights are not needed: of a hub repository config.json is fetched, and E2B, E4B, 12B, 26B-A4B and 31B are built in.
+    Weights are not needed. From a hub repository, only config.json is downloaded. E2B, E4B, 12B, 26B-A4B and 31B are built in.
     """
     first, second = planned_pair(target, drafter)
     for source in (first, second):
@@ -389,7 +391,7 @@ def planned_export(
 
 
 def _unquantized_bytes(source: ResolvedSource, file: BundleFile) -> int:
-    """The bytes of the file from which llama.cpp quantizes this one; 0 for a GGUF, and for a type that the exporter writes itself."""
+    """Returns the size of the file that llama.cpp quantizes to this one; 0 if the exporter copies the file or writes it itself."""
     if source.gguf is not None or file.quantization in DIRECT:
         return 0
     return QUANTIZATIONS[source.stored_type].file_bytes(source.checkpoint.parameters, source.checkpoint.architecture.table_weights)

@@ -1,4 +1,4 @@
-"""The GGUF part of an export: convert, quantize, write the drafter's sparse head, compare with the reference."""
+"""The GGUF part of an export: converts, quantizes, writes the drafter's sparse head, and compares with the reference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from edge_runtime.bundle.gguf_header import QUANTIZATIONS, GgufError, parse_gguf
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.errors import BackendError
 
-# llama.cpp takes the files of a folder for drafters, encoders and parts by these words (common/download.cpp, common/preset.cpp).
+# By these words in a file's name, llama.cpp recognizes drafters, encoders and parts of a split file (common/download.cpp,
+# common/preset.cpp).
 _DRAFTER_PREFIX, _ENCODER_PREFIX = "mtp-", "mmproj-"
 _WORDS_OF_OTHERS = re.compile(r"(mtp|dspark|dflash|eagle3)-|mmproj|imatrix|-\d{5}-of-\d{5}", re.IGNORECASE)
 _QUANTIZATION_SUFFIX = re.compile(r"[-._](i?q\d\w*|bf16|f16|f32|mxfp4)$", re.IGNORECASE)
@@ -36,9 +37,10 @@ _LONGEST_NAME = 80
 
 
 def model_name(target: ResolvedSource) -> str:
-    """The beginning of the GGUF files' names: gemma-4-E2B-it for google/gemma-4-E2B-it, gemma-4-E2B-it-Q4_0.gguf or a folder of that name.
+    """Returns the first part of the GGUF files' names.
 
-    It holds no word by which llama.cpp would take the target for something else.
+    It is gemma-4-E2B-it for google/gemma-4-E2B-it, for gemma-4-E2B-it-Q4_0.gguf, and for a folder of either name. Words by which llama.cpp
+    would take the target for something else are removed.
     """
     name = re.sub(r"@[^:]*", "", target.public_name).rpartition("/")[2].rpartition(":")[2].removesuffix(".gguf")
     name = _WORDS_OF_OTHERS.sub("", _QUANTIZATION_SUFFIX.sub("", re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)))
@@ -47,10 +49,10 @@ def model_name(target: ResolvedSource) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufModel(ComparedModel):
-    """One half on its way into the bundle. `unquantized` is written first, by `plan`; `exported` is the bundle's file.
+    """How one half gets into the bundle. `plan` writes the file `unquantized`; `exported` is the file in the bundle.
 
-    Both are the same file for a weight type that our converter writes itself. `plan` is None for an existing GGUF, which is copied.
-    `exact` writes the quantized file without llama.cpp, from weights that were trained for it.
+    They are the same file for a weight type that our converter writes itself. `plan` is None for an existing GGUF, which is copied. `exact`
+    writes the quantized file without llama.cpp, from weights that were trained for that quantization.
     """
 
     source: ResolvedSource
@@ -64,26 +66,26 @@ class GgufModel(ComparedModel):
 
     @property
     def needed_bytes(self) -> int:
-        """About how much disk it takes while it is made."""
+        """The approximate disk space that is needed while it is made, in bytes."""
         if self.plan is None:
             return self.source.path.stat().st_size
         return self.plan.bytes + (0 if self.direct else self.exported_bytes)
 
     @property
     def exported_bytes(self) -> int:
-        """About how many bytes the bundle's file will have."""
+        """The approximate size of the bundle's file, in bytes."""
         checkpoint = self.source.checkpoint
         weights = QUANTIZATIONS[self.quantization].file_bytes(checkpoint.parameters, checkpoint.architecture.table_weights)
         return weights + (0 if self.plan is None else len(self.plan.header))
 
     def part(self, role: str, path: Path) -> BundlePart:
-        """A file of the bundle with these weights."""
+        """Returns the bundle's entry for a file with these weights."""
         return BundlePart(role=role, path=path, format="gguf", quantization=self.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufFiles:
-    """The GGUF files of a bundle: those of target and drafter, the drafter's sparse head if it has one, the encoder of images and sound."""
+    """The GGUF files of a bundle: target, drafter, and if there are any, the drafter's sparse head and the encoder of images and sound."""
 
     models: tuple[GgufModel, GgufModel]
     encoder: GgufPlan | None = None
@@ -91,7 +93,7 @@ class GgufFiles:
 
     @property
     def needed_bytes(self) -> int:
-        """About how much disk they take while they are made, unquantized files included."""
+        """The approximate disk space that is needed while they are made, in bytes, with unquantized files."""
         return sum(model.needed_bytes for model in self.models) + self.head_bytes + (self.encoder.bytes if self.encoder is not None else 0)
 
     @property
@@ -103,7 +105,7 @@ class GgufFiles:
 
 
 def plan_pair(job: ExportJob, folder: Path) -> GgufFiles:
-    """Plans the GGUF files. Raises ExportError if a quantization cannot be had."""
+    """Plans the GGUF files. Raises ExportError if a requested quantization is not possible."""
     request, (target, drafter) = job.request, job.pair
     name = model_name(target)
     models = (
@@ -118,7 +120,7 @@ def plan_pair(job: ExportJob, folder: Path) -> GgufFiles:
 
 
 def planned_head_bytes(drafter: Checkpoint, quantization: str) -> int:
-    """About how many bytes the file of the sparse head has, beside a drafter in this quantization."""
+    """Returns the approximate size of the sparse head's file for a drafter in this quantization."""
     hidden = drafter.assistant.hidden_size
     return head_bytes(drafter, QUANTIZATIONS[quantization].file_bytes(hidden, hidden))
 
@@ -157,7 +159,7 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
             library_version()
         weight_type = source.stored_type
         unquantized = folder / f"{source.role}-unquantized-{weight_type}.gguf"
-    assert source.tokenizer is not None  # only a GGUF has none
+    assert source.tokenizer is not None  # only a GGUF source has no tokenizer here
     plan = plan_gguf(source.checkpoint, weight_type, source.tokenizer)
     _check_runs(source, plan)
     return GgufModel(
@@ -173,7 +175,7 @@ def _plan(source: ResolvedSource, requested: str | None, default: str, folder: P
 
 
 def make_gguf(files: GgufFiles, job: ExportJob, importance: Mapping[str, Importance]) -> tuple[list[BundlePart], dict[str, Any]]:
-    """Writes the GGUF files; returns them, and the manifest's `parity`. Raises ExportError."""
+    """Writes the GGUF files. Returns them and the manifest's `parity`. Raises ExportError."""
     request, progress, (target, drafter) = job.request, job.progress, files.models
     for model in files.models:
         _make_model(model, request.thread_count, importance.get(model.source.role), progress)
@@ -216,9 +218,9 @@ def _make_model(model: GgufModel, threads: int, importance: Importance | None, p
 
 
 def _make_head(drafter: GgufModel, progress: Progress) -> BundlePart:
-    """Writes the sparse head, which llama.cpp's drafter has not, with the exported drafter's rows."""
+    """Writes the drafter's sparse head, with the output rows of the exported drafter. llama.cpp's drafter files do not contain it."""
     checkpoint = drafter.source.checkpoint
-    # Another ending, as other programs would take it for a model.
+    # It does not end in .gguf, because other programs would take it for a model.
     head = drafter.exported.with_suffix(".gguf_head")
     rows = output_rows(drafter.exported)
     progress.step("Write the drafter's sparse head", head_bytes(checkpoint, rows.bytes // rows.shape[1]))
@@ -244,6 +246,6 @@ def _parity(files: GgufFiles, encoder: BundlePart | None, job: ExportJob, import
 
 
 def _quantized(target: GgufModel, path: Path, threads: int) -> Path:
-    """Writes the target as it would be without its calibration."""
+    """Writes the target as it would be without calibration."""
     quantize_gguf(target.unquantized, path, target.quantization, threads)
     return path

@@ -1,4 +1,4 @@
-"""What others see of a bundle: its model card, presets for llama.cpp's server and Ollama, and the upload to the hub."""
+"""The model card of a bundle, its presets for llama.cpp's server and Ollama, and its upload to the hub."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ Not measured: speed, acceptance by kind of text, cost curve, joules per token. `
 
 
 def card(manifest: Manifest, figures: Sequence[str] = (), repository: str | None = None) -> str:
-    """The model card; `repository` is where it is published, None for the one in the folder.
+    """Returns the model card.
 
-    That one has what the export measured; a published one also has sections of `figures` of devices.
+    `repository` is where the bundle is published; None makes the card for the bundle's folder. Every card has what the export measured. A
+    published one can also have `figures`, which are sections about devices.
     """
     parts = [
         _metadata(manifest),
@@ -54,7 +55,7 @@ def _usage(manifest: Manifest, repository: str | None) -> list[str]:
     extra = "onnx" if "onnx" in formats else "llama"
     folder = "FOLDER" if repository is None else title
     fetch = "" if repository is None else f"    hf download {repository} --local-dir {folder}\n"
-    # Until the first release edge-mtp is on no index.
+    # edge-mtp is not on a package index until its first release.
     install = f"    pip install '.[{extra},serve]'    # in a clone of edge-mtp\n"
     lines = ["## Run it\n", f"{install}{fetch}    edge-run chat {folder}\n    edge-run serve {folder}\n"]
     if "gguf" not in formats:
@@ -70,7 +71,7 @@ def _usage(manifest: Manifest, repository: str | None) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """A name in a command that people paste into a shell."""
+    """Quotes a name for a command that people paste into a shell."""
     return shlex.quote(one_line(text))
 
 
@@ -116,7 +117,7 @@ def _sentence(manifest: Manifest) -> str:
 
 
 def _compared(manifest: Manifest) -> Iterator[tuple[str, Quality, float | None]]:
-    """Each format that was compared, what it keeps, and the share of its drafts that are the reference's."""
+    """Yields each format that was compared, its quality, and the share of its drafts that equal the reference's."""
     parity: dict[str, Any] = manifest.parity or {}
     for name, figures in (("GGUF", parity), ("ONNX", parity.get("onnx") or {})):
         if (quality := exported_quality(figures)) is not None:
@@ -133,7 +134,7 @@ def _parity_row(name: str, quality: Quality, drafts: float | None) -> str:
 
 
 def title_of(manifest: Manifest) -> str:
-    """The target's name: of its file where there is a GGUF, else of its source."""
+    """Returns the target's name: from its file if there is a GGUF, else from its source."""
     target = _gguf(manifest, "target")
     if target is None:
         return manifest.sources["target"].origin.rpartition("/")[2]
@@ -141,12 +142,12 @@ def title_of(manifest: Manifest) -> str:
 
 
 def formats_of(manifest: Manifest) -> list[str]:
-    """The formats of the target, gguf and onnx."""
+    """Returns the formats of the target's files: gguf, onnx or both."""
     return sorted({entry.format for entry in manifest.files if entry.role == "target"} & {"gguf", "onnx"})
 
 
 def gguf_files(manifest: Manifest) -> tuple[BundleFile, BundleFile, BundleFile | None]:
-    """The GGUF files: target, drafter, and the encoder of images and sound if there is one. Raises ExportError without the first two."""
+    """Returns the GGUF files: target, drafter, and the media encoder or None. Raises ExportError if one of the first two is missing."""
     target, drafter = _gguf(manifest, "target"), _gguf(manifest, "drafter")
     if target is None or drafter is None:
         raise ExportError("the manifest lists a target of GGUF without its drafter; export the bundle again")
@@ -157,10 +158,10 @@ def _gguf(manifest: Manifest, role: str) -> BundleFile | None:
     return next((entry for entry in manifest.files if (entry.role, entry.format) == (role, "gguf")), None)
 
 
-# Formats of the files for other programs: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. They are not
-# part of the manifest: changing them changes nothing that edge-mtp reads.
+# Files for other programs. Formats: llama.cpp's docs/preset.md and tools/server/README.md, Ollama's parser/parser.go. The manifest does not
+# list these files, and edge-mtp does not read them, so users may change them.
 
-# Our names of sampling defaults -> llama-server's options, Ollama's parameters.
+# For our names of sampling defaults: llama-server's option, and Ollama's parameter.
 _SAMPLING = {
     "temperature": ("temp", "temperature"),
     "top_k": ("top-k", "top_k"),
@@ -171,7 +172,7 @@ _SAMPLING = {
 
 
 def write_companions(folder: Path, manifest: Manifest) -> None:
-    """Writes them into a bundle's folder; the presets only where there are GGUF files. Raises OSError."""
+    """Writes the model card into a bundle's folder, and the presets if there are GGUF files. Raises OSError."""
     texts = {CARD_NAME: card(manifest)}
     if "gguf" in formats_of(manifest):
         texts |= {PRESET_NAME: preset(manifest), MODELFILE_NAME: modelfile(manifest)}
@@ -180,7 +181,7 @@ def write_companions(folder: Path, manifest: Manifest) -> None:
 
 
 def preset(manifest: Manifest) -> str:
-    """One section of an INI file for `llama-server --models-preset`, with paths from the folder in which the server is started."""
+    """Returns an INI file with one section for `llama-server --models-preset`. Paths are relative to the folder where the server starts."""
     target, drafter, encoder = gguf_files(manifest)
     lines = [
         "; llama.cpp: in this folder, llama-server --models-preset models.ini",
@@ -199,7 +200,7 @@ def preset(manifest: Manifest) -> str:
 
 
 def modelfile(manifest: Manifest) -> str:
-    """A Modelfile for `ollama create`, whose DRAFT is the drafter; Ollama reads the chat template of the GGUF itself."""
+    """Returns a Modelfile for `ollama create`, with the drafter as DRAFT. Ollama reads the chat template from the GGUF itself."""
     target, drafter, encoder = gguf_files(manifest)
     lines = [
         f"# Ollama: in this folder, ollama create {title_of(manifest).lower()}",
@@ -220,14 +221,14 @@ def _sampling(manifest: Manifest) -> Iterator[tuple[str, float]]:
 
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# What a bundle's folder may hold beside the files of its manifest. What else lies there is the user's own.
 _MAX_FIGURES = 1 << 20
+# Files of a bundle that its manifest does not list but that are published too. Any other file in the folder is the user's own.
 _BESIDE = (MANIFEST_NAME, SIGNATURE_NAME, CONFIG_NAME, PRESET_NAME, MODELFILE_NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """A checked bundle with its card: `files` are bytes and, where known, sha256 by name in the repository, without the card."""
+    """A checked bundle and its card. `files` maps names in the repository to size and, if known, sha256; the card is not one of them."""
 
     folder: Path
     repository: str
@@ -236,14 +237,15 @@ class Publication:
     card: str
 
     def tree(self) -> list[tuple[str, int]]:
-        """Name and bytes of each file of the repository."""
+        """Returns the name and size of each file for the repository."""
         return sorted((name, size) for name, (size, _) in self._contents().items())
 
     def upload(self, *, private: bool) -> tuple[Repository, list[str]]:
-        """Uploads it and compares the repository's listing with it; returns the repository, and what it holds beside these files.
+        """Uploads the bundle, and then compares the repository's listing with it.
 
-        The repository is made if there is none; `private` counts for a new one only. Files that are there already are not sent again.
-        Raises CheckpointError, which says that the command may be repeated, for whatever the hub refuses or answers wrongly.
+        The repository is created if it does not exist; `private` matters only then. Files that it has already are not sent again. Returns
+        the repository, and the names of other files in it. If the hub refuses something or its listing differs, raises CheckpointError,
+        which says that the command may be repeated.
         """
         with hub_errors(
             f"huggingface_hub, which would publish {self.repository}, is not installed",
@@ -252,7 +254,7 @@ class Publication:
         ):
             message = f"Publish {self.title} with edge-mtp"
             there = upload_files(self.folder, self.files, {CARD_NAME: self.card}, self.repository, private=private, message=message)
-        for name, (size, sha256) in self._contents().items():  # the hub may ignore a file
+        for name, (size, sha256) in self._contents().items():  # the hub may have ignored a file
             stored, digest = there.files.get(name, (None, None))
             if size != stored or (sha256 and digest and sha256 != digest):
                 state = "lacks" if name not in there.files else "holds other contents under the name of"
@@ -266,7 +268,7 @@ class Publication:
 
 
 def publication(folder: Path, repository: str, figures: Sequence[Path]) -> Publication:
-    """Checks everything that can be checked here: the name, every byte of the bundle, the figures. Raises EdgeError."""
+    """Checks the repository's name, every byte of the bundle, and the figures, before anything is uploaded. Raises EdgeError."""
     if not _REPOSITORY.fullmatch(repository):
         raise CheckpointError(f"{repository!r} is no OWNER/NAME of a hub repository, such as me/gemma-4-E2B-it-edge-mtp; give that alone")
     manifest = open_bundle(folder, check="full").manifest
@@ -274,7 +276,7 @@ def publication(folder: Path, repository: str, figures: Sequence[Path]) -> Publi
         raise ExportError(f"{folder}: the manifest does not name what target and drafter were made from; export the bundle again")
     files: dict[str, tuple[int, str | None]] = {entry.path: (entry.bytes, entry.sha256) for entry in manifest.files}
     for name in _BESIDE:
-        if (folder / name).is_symlink():  # one of a folder from elsewhere could name any file of this machine
+        if (folder / name).is_symlink():  # a link in a downloaded folder could point to any file of this machine
             raise ExportError(f"{folder / name} is a symbolic link; put the file itself into the folder, or remove the link")
         if (folder / name).is_file():
             files[name] = (folder / name).stat().st_size, None
@@ -283,7 +285,7 @@ def publication(folder: Path, repository: str, figures: Sequence[Path]) -> Publi
 
 
 def _figures(path: Path, manifest: Manifest) -> str:
-    """Returns a section of figures. Raises ExportError for another file, and for figures of another bundle."""
+    """Returns the section of figures in a file. Raises ExportError if it holds no figures, or those of another bundle."""
     with errors_as(ExportError, f"{path} cannot be read", "give a file that edge-bench run BUNDLE --markdown wrote", OSError, ValueError):
         text = read_at_most(path, _MAX_FIGURES).decode()
     first, _, section = text.partition("\n")

@@ -20,20 +20,21 @@ from edge_runtime.config.schema import SpeculativeConfig
 
 DEFAULT_CONTEXT = 4096
 TARGET_QUANTIZATION, DRAFTER_QUANTIZATION = "q4_k_m", "q8_0"
-# Of weights that were trained for it, which it holds exactly.
+# The default for weights that were trained for it, because it stores these exactly.
 TRAINED_QUANTIZATION = "q4_0"
-# The manifest's `parity` without a comparison.
+# The manifest's `parity` if there was no comparison.
 SWITCHED_OFF = {"skipped": "it was switched off with --no-verify"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to export; what is an option too is described there. A source is a checkpoint folder, a hub id, or a GGUF, used unchanged.
+    """What to export, and how.
 
-    `gguf`, `onnx`: which formats to write; at least one of them. `config`: run settings for the bundle's config.yaml, over the defaults.
-    `importance`: importance matrices, or the text to compute them from. `description`: a sentence about the model. `acceptance`: counts of
-    drafts that were measured with the pair before (`Manifest.acceptance`).
-    `threads`: None means one per usable processor.
+    The help texts of options describe the fields that are options. `target` and `drafter` are each a checkpoint folder, a hub id, or a
+    GGUF, which is used unchanged. `gguf` and `onnx` say which formats to write; at least one is needed. `config` holds settings for the
+    bundle's config.yaml, which override the defaults. `importance` holds importance matrices, or the text from which to compute them.
+    `description` is a sentence about the model. `acceptance` holds counts of drafts that were measured with the pair before
+    (`Manifest.acceptance`). If `threads` is None, there is one thread per usable processor.
     """
 
     target: str
@@ -99,9 +100,10 @@ class ExportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportJob:
-    """A checked request, with the opened pair and what follows from both. `sparse_head`: the drafter's is written too.
+    """A checked request with the opened pair, and the values that are derived from them.
 
-    `left_out` are groups of tensors that are not exported, each with its half's role.
+    If `sparse_head`, a GGUF file with the drafter's sparse head is written too. `left_out` are groups of tensors that are not exported,
+    each with the role of its half.
     """
 
     request: ExportRequest
