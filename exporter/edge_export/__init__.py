@@ -1,6 +1,6 @@
-"""The build host's package: Gemma 4 checkpoints in, a bundle out.
+"""The exporter, which runs on a build host and turns Gemma 4 checkpoints into a bundle.
 
-What is named here is the public interface; each name is imported when it is first used.
+The names below are the public interface. Each is imported when it is first used.
 """
 
 from importlib import import_module

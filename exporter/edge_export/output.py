@@ -1,7 +1,8 @@
-"""The folders that an export writes: one that appears complete or not at all, what `--force` may replace by it, the state of long steps.
+"""The folders that an export writes: its output, and the state of long steps. Checks what `--force` may replace.
 
-The folder is filled under a temporary name beside its place. Then its files are written to the disk, and it takes its place: in one step
-where the system can exchange two names. What it may replace is a folder that an export wrote and to which no file was added since.
+The output folder appears complete or not at all. It is filled under a temporary name beside its final one. Then its files are flushed to
+the disk, and the folder is renamed; where the system can exchange two names, an old folder is replaced in one step. Only a folder that an
+export wrote, and to which no file was added since, may be replaced.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _LIST = "state.json"
 
 
 def prepare_state(folder: Path, facts: object, sources: Sequence[Path], what: str) -> None:
-    """Makes the folder, or takes the one of an earlier call with the same facts and weights in the folders `sources`.
+    """Creates the folder, or keeps that of an earlier call with the same facts and the same weights in the folders `sources`.
 
-    Raises ExportError if the folder is no state of `what`, or cannot be written.
+    The state of a call with other facts or weights is deleted. Raises ExportError if the folder is not a state of `what`, or cannot be
+    written.
     """
     files = [path for source in sources for path in sorted(source.glob("*.safetensors"))]
     stated = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -52,26 +54,27 @@ def prepare_state(folder: Path, facts: object, sources: Sequence[Path], what: st
 
 
 _REPLACED = "replaced"
-# linux/fs.h, linux/fcntl.h.
+# Constants of linux/fs.h and linux/fcntl.h.
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
-# What renameat2 returns where the kernel or the file system has no exchange.
+# The errors of renameat2 if the kernel or the file system cannot exchange names.
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-# Python's audit hooks get this event, with the folder's path, just before a new folder takes its place (scripts/checks/faults.py).
+# An event for Python's audit hooks, with the folder's path, just before a new folder is put in place. scripts/checks/faults.py uses it.
 REPLACE_EVENT = "edge_export.replace_folder"
-# What other programs and people read in a bundle's folder: presets of llama.cpp's server and of Ollama, the model card.
+# Files in a bundle's folder for other programs and for people: presets for llama.cpp's server and Ollama, and the model card.
 PRESET_NAME, MODELFILE_NAME, CARD_NAME = "models.ini", "Modelfile", "README.md"
 COMPANIONS = (PRESET_NAME, MODELFILE_NAME, CARD_NAME)
 _MAX_LIST_BYTES = 64 << 20
-# Python's compiled files, beside their source.
+# Python's compiled files, which it writes into a folder beside the source.
 _COMPILED = "__pycache__/*.pyc"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FolderKind:
-    """A kind of folder: `list_name` is the file that lists the others, `is_ours` decides by its content whether an export wrote it.
+    """A kind of output folder.
 
-    `unlisted` are files of an export that are not in the list.
+    `list_name` is the file that lists the others. `is_ours` decides by that file's content whether an export wrote the folder. `unlisted`
+    are files of an export that are not in the list.
     """
 
     name: str
@@ -90,7 +93,7 @@ BUNDLE = FolderKind(
 
 @dataclass(frozen=True, kw_only=True)
 class BundlePart:
-    """A written file: its role and format as in the manifest, and the name of its quantization if it holds weights."""
+    """A written file, with its role and format as in the manifest, and its quantization if it holds weights."""
 
     role: str
     path: Path
@@ -99,9 +102,9 @@ class BundlePart:
 
 
 def check_output(output: Path, force: bool, kind: FolderKind = BUNDLE) -> None:
-    """Raises ExportError if `output` cannot be written: it has no parent folder, or it exists and `force` does not cover it.
+    """Raises ExportError if `output` cannot be written: its parent folder is missing, or it exists and may not be replaced.
 
-    First repairs what a killed export left here: removes its temporary folders, and puts back the bundle it was replacing.
+    It first repairs what a killed export left behind: it removes temporary folders, and puts back a bundle that was being replaced.
     """
     parent = output.absolute().parent
     try:
@@ -125,9 +128,9 @@ def _check_place(output: Path, force: bool, kind: FolderKind) -> None:
 
 @contextlib.contextmanager
 def partial_folder(output: Path, force: bool, kind: FolderKind = BUNDLE) -> Iterator[Path]:
-    """Yields an empty folder beside `output`; on success it becomes `output`, otherwise it is removed.
+    """Yields an empty folder beside `output`. On success it becomes `output`; otherwise it is removed.
 
-    With `force` an existing bundle is replaced at that moment. Without, raises ExportError if one appeared in the meantime.
+    With `force`, an existing bundle is replaced at that moment. Without it, raises ExportError if `output` appeared in the meantime.
     """
     output = output.absolute()
     partial = temporary_of(output)
@@ -147,7 +150,7 @@ def partial_folder(output: Path, force: bool, kind: FolderKind = BUNDLE) -> Iter
 
 
 def _move_in(partial: Path, output: Path) -> None:
-    """Renames `partial` to `output`; the old folder is removed, or is at `partial` afterwards."""
+    """Renames `partial` to `output`. An old folder at `output` is removed, or gets the name `partial`."""
     if not os.path.lexists(output):
         partial.rename(output)
         return
@@ -165,7 +168,7 @@ def _move_in(partial: Path, output: Path) -> None:
 
 
 def _restore_or_clear(output: Path) -> None:
-    """Puts back a bundle whose replacement was killed between two renames, and removes all other temporary folders."""
+    """Puts back a bundle if its replacement was killed between two renames, and removes all other temporary folders."""
     if not os.path.lexists(output):
         for replaced in stale_of(output, _REPLACED):
             if replaced.is_dir():
@@ -176,10 +179,10 @@ def _restore_or_clear(output: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchanges the names of two folders in one step; both names exist at every moment.
+    """Exchanges the names of two folders atomically, so that both names always exist.
 
-    Returns False, and does nothing, where that is not supported: outside Linux, with a C library without renameat2 and on some file
-    systems. Raises OSError for every other failure.
+    Does nothing and returns False where that is not supported: outside Linux, with a C library without renameat2, and on some file systems.
+    Raises OSError for any other failure.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -195,14 +198,14 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def sync_files(folder: Path) -> None:
-    """Flushes the files of a folder to the disk. Raises OSError: some file systems report only now that they are full."""
+    """Flushes the files of a folder to the disk. Raises OSError; some file systems only now report that they are full."""
     for path in sorted(folder.iterdir()):
         _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     sync_names(folder)
 
 
 def sync_names(folder: Path) -> None:
-    """Flushes a folder's list of names to the disk; does nothing on Windows, where that is not possible. Raises OSError."""
+    """Flushes a folder's list of names to the disk. It does nothing on Windows, where that is impossible. Raises OSError."""
     if os.name != "nt":
         _sync(folder, os.O_RDONLY)
 
@@ -216,7 +219,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def check_replaceable(folder: Path, kind: FolderKind) -> None:
-    """Raises ExportError unless `folder` is empty, or one of this kind that contains only the files in its list."""
+    """Raises ExportError unless `folder` is empty, or is of this kind and contains no other files than an export's."""
     if folder.is_symlink() or not folder.is_dir():
         raise _refusal(folder, kind)
     try:
@@ -237,7 +240,7 @@ def check_replaceable(folder: Path, kind: FolderKind) -> None:
 
 
 def check_outside(output: Path, sources: list[Path]) -> None:
-    """Raises ExportError if one of the sources lies in the folder that is to be replaced."""
+    """Raises ExportError if one of the sources is inside the folder that would be replaced."""
     for source in sources:
         if source.resolve().is_relative_to(output.resolve()):
             raise ExportError(f"{source} lies in {output}, which --force would replace; choose another name for the output")
