@@ -1,1 +1,1 @@
-"""From meter readings to joules per token: recording, windows, statistics, protocol, report, live figures."""
+"""Turns meter readings into joules per token: recording, windows, statistics, protocol, report and live figures."""

@@ -1,4 +1,4 @@
-"""Means, ratios and their 95 % intervals."""
+"""Computes means, ratios and their 95 % intervals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from edge_devices.errors import MeasurementError
 from edge_devices.files.typed_json import finite_json
 
 CONFIDENCE = 0.95
-# Below it, t is beyond a million for any probability that a figure is given with.
+# With fewer degrees of freedom, t is above a million for any probability that figures use.
 MIN_FREEDOM = 1e-3
-MIN_TO_DETREND = 5  # with fewer values a slope would use too many of the degrees of freedom
+MIN_TO_DETREND = 5  # with fewer values, a slope would take too large a part of the degrees of freedom
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A figure with its 95 % confidence interval, from `n` values. `error`: its standard error, `freedom`: degrees of freedom of that."""
+    """A figure with its 95 % confidence interval, from `n` values. `error` is its standard error, with `freedom` degrees of freedom."""
 
     value: float
     low: float
@@ -35,17 +35,17 @@ class Interval:
         return (self.high - self.low) / 2
 
     def over(self, count: float) -> Interval:
-        """Returns the figure for each of `count`."""
+        """Returns the figure divided by `count`."""
         return replace(self, value=self.value / count, low=self.low / count, high=self.high / count, error=self.error / count)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys; an interval without bounds has null there."""
+        """Returns plain values under stable keys. Infinite bounds are null."""
         record: dict[str, Any] = finite_json(self)
         return record
 
 
 def of_error(value: float, error: float, freedom: float, n: int) -> Interval:
-    """Returns value ± t·error, Student's t for the degrees of freedom."""
+    """Returns value ± t·error, with Student's t for the degrees of freedom."""
     half = t_quantile(freedom) * error if error else 0.0
     return Interval(value=value, low=value - half, high=value + half, n=n, error=error, freedom=freedom)
 
@@ -53,9 +53,9 @@ def of_error(value: float, error: float, freedom: float, n: int) -> Interval:
 def mean_interval(values: Sequence[float], times: Sequence[float], *, resolution: float = 0.0) -> Interval:
     """Returns the mean of repeats with its interval.
 
-    A linear drift over `times` (heating, falling battery voltage) is not scatter: from 5 repeats on, the scatter is taken around a
-    least-squares line, with n - 2 degrees of freedom; the mean is unchanged. `resolution`, the smallest error of one value, replaces a
-    scatter below what the meter can resolve. Raises MeasurementError for fewer than 2 values.
+    A linear drift over `times` (heating, falling battery voltage) is not scatter. So with 5 or more repeats, the scatter is measured from a
+    least-squares line, with n - 2 degrees of freedom; the mean does not change. If the scatter is smaller than the meter can resolve, it is
+    replaced by `resolution`, the smallest error of one value. Raises MeasurementError for fewer than 2 values.
     """
     n = len(values)
     if n < 2:
@@ -78,17 +78,17 @@ def widened(interval: Interval, errors: Sequence[tuple[float, float]]) -> Interv
 
 
 def of_model(interval: Interval, model_error: float) -> Interval:
-    """Returns the interval of a power model's figure: the range that its watts leave, not how its runs differ."""
+    """Returns the interval of a power model's figure, which includes the uncertainty of the model's watts."""
     if not model_error:
         return interval
     ranged = widened(interval, [(model_error * abs(interval.value) / t_quantile(math.inf), math.inf)])
-    return replace(ranged, low=max(0.0, ranged.low)) if interval.value > 0 else ranged  # nothing takes less than no energy
+    return replace(ranged, low=max(0.0, ranged.low)) if interval.value > 0 else ranged  # energy is not negative
 
 
 def ratio_interval(values: Sequence[float], baselines: Sequence[float], errors: Sequence[tuple[float, float]] = ()) -> Interval:
-    """Returns value / baseline of pairs: the geometric mean of their ratios. `errors`: relative ones that all pairs share.
+    """Returns value / baseline as the geometric mean of the pairs' ratios.
 
-    Raises MeasurementError for fewer than 2 pairs.
+    `errors` are relative errors that all pairs share. Raises MeasurementError for fewer than 2 pairs.
     """
     if len(values) != len(baselines) or len(values) < 2 or min(*values, *baselines) <= 0:
         raise MeasurementError(f"{len(values)} and {len(baselines)} repeats form no pairs; run both variants equally often, at least twice")
@@ -110,10 +110,10 @@ def combined(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @lru_cache(maxsize=4096)
 def t_quantile(freedom: float, probability: float = (1 + CONFIDENCE) / 2) -> float:
-    """Returns Student's t for a probability above 0.5, by bisection of its distribution function; infinity beyond a million."""
+    """Returns Student's t for a probability above 0.5, by bisection of the distribution function; infinity if it is above a million."""
     if freedom < MIN_FREEDOM:
         return math.inf
-    freedom = min(freedom, 1e7)  # from there on Student's distribution is the normal one
+    freedom = min(freedom, 1e7)  # above this, Student's distribution equals the normal one
     low, high = 0.0, 1.0
     while _t_below(high, freedom) < probability:
         high *= 2
@@ -131,7 +131,7 @@ def _t_below(t: float, freedom: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b) for x above 0, by its continued fraction (Abramowitz and Stegun 26.5.8), on the side where that converges fast."""
+    """I_x(a, b) for x above 0, by its continued fraction (Abramowitz and Stegun 26.5.8), for x or 1 - x, whichever converges faster."""
     if x >= 1:
         return 1.0
     front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))

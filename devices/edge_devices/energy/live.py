@@ -1,4 +1,4 @@
-"""Energy of requests without the full protocol, one by one or many short ones together: what edge-run shows beside its speed."""
+"""Energy of requests without the full protocol, for one request or many short ones together. edge-run shows it beside its speed."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from edge_devices.meters.search import NO_METER
 
 MIN_REFRESHES = 50
 FAST_S = 0.1
-LONGEST_GAP_S = 30.0  # a longer gap between values is not the meter's own
-MAX_RISE = 0.05  # share of the mean power by which the second halves of all runs together may be above the first ones
-# Newest values of a sampler from which the error of pooled runs is taken; more would not make it smaller.
+LONGEST_GAP_S = 30.0  # a longer gap is not taken as normal for the meter
+MAX_RISE = 0.05  # of the mean power, from the first to the second half of pooled runs; if it rises by more, the sampler lags
+# The error of pooled runs is computed from this number of a sampler's newest values. More would not make it smaller.
 KEPT_VALUES = 10_000
-# Requests that overlap without an end are added to the pool in parts, so that readings need not be kept.
+# If requests overlap without a break, they are added to the pool in parts of this length, so that readings need not be kept.
 LONGEST_SPAN_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnergy:
-    """Gross energy of one run of `seconds`: joules and joules per emitted token, or why there is no figure.
+    """Gross energy of one run of `seconds`: joules and joules per emitted token, or the reason why there is no figure.
 
-    `shared_with`: number of other requests that ran meanwhile; the joules are then of all together, and none are given per token.
-    `pooled`: number of runs that the figure is of, where they are several.
+    `shared_with` is the number of other requests that ran at the same time. If there were any, the joules are those of all together, and
+    there is no figure per token. `pooled` is the number of runs that the figure covers.
     """
 
     facts: MeterFacts | None
@@ -48,25 +48,26 @@ class RunEnergy:
 
     @property
     def kind(self) -> Literal["measured", "replayed", "estimate", "none"]:
-        """Whether the figure per token was measured, is of a replayed recording, or is an estimate; "none" without a figure."""
+        """Whether the figure per token was measured, is from a replayed recording, or is an estimate; "none" if there is no figure."""
         if self.joules_per_token is None or self.facts is None:
             return "none"
         return "estimate" if self.facts.is_estimate else "replayed" if self.facts.is_replay else "measured"
 
     def row(self) -> tuple[str, str]:
-        """Returns label and text of the row that every screen shows: measured, replayed, estimated with a range, or why there is no
-        figure.
+        """Returns the label and the text of the row that every screen shows.
+
+        The text is a measured, replayed or estimated figure, or the reason why there is none.
         """
         labelled = self.kind in ("estimate", "replayed")
         return "energy", self.sentence() if labelled else f"{'not ' * (self.kind == 'none')}measured: {self.sentence()}"
 
     @property
     def watts(self) -> float | None:
-        """Mean power of the run; None where there is no figure."""
+        """Mean power of the run; None if there is no figure."""
         return self.joules.value / self.seconds if self.joules and self.seconds > 0 else None
 
     def sentence(self) -> str:
-        """Returns the one line to show."""
+        """Returns the figure, or the reason why there is none, as one line."""
         if self.facts is None:
             return self.reason or NO_METER
         if self.joules_per_token is None:
@@ -75,7 +76,7 @@ class RunEnergy:
         return f"{label}{self.figure()} J/token, scope {scope_words(self.facts.scope)}, idle power included ({self.facts.name})"
 
     def figure(self) -> str:
-        """Returns joules per token with the interval and what it is of; empty without a figure."""
+        """Returns joules per token with the interval and its basis; empty if there is no figure."""
         if self.joules_per_token is None:
             return ""
         basis = "the range of the model's watts" if self.kind == "estimate" else f"{self.pooled} runs together" * (self.pooled > 1)
@@ -92,10 +93,10 @@ class RunEnergy:
 
 
 class EnergyWatch:
-    """Reads a meter while a with block runs; then call `energy(tokens)`. Without a meter it does nothing."""
+    """Reads a meter during a with block; call `energy(tokens)` afterwards. Without a meter, it does nothing."""
 
     def __init__(self, system: System, meter: Meter | None, reason: str = "") -> None:
-        """`reason`: why there is no meter."""
+        """`reason` says why there is no meter."""
         self._reason = reason
         self._recorder = Recorder(system, meter, interval_s=watch_interval(meter.facts)) if meter else None
         self._window = (0.0, 0.0)
@@ -113,12 +114,12 @@ class EnergyWatch:
             self._recorder.__exit__(*error)
 
     def end_prompt(self) -> None:
-        """Says, inside of the block, that a request's prompt is computed; what follows are its answer's rounds."""
+        """Call this inside the block when a request's prompt is computed and its answer begins."""
         if self._recorder:
             self._prompt_end_s = self._recorder.mark()
 
     def energy(self, tokens: int) -> RunEnergy:
-        """Returns the energy of the block, and that per emitted token; a reason instead where the run was too short for the meter."""
+        """Returns the energy of the block and per emitted token, or a reason if the run was too short for the meter."""
         if self._recorder is None:
             return RunEnergy(facts=None, reason=self._reason)
         return run_energy(self._recorder.trace, self._recorder.faults, *self._window, tokens)
@@ -139,13 +140,13 @@ class EnergyWatch:
 
 
 def watch_interval(facts: MeterFacts) -> float:
-    """Returns the seconds between readings of a run; a fast counter is cheap and is read often, so that short runs have figures."""
+    """Returns the seconds between readings. A fast counter is cheap, so it is read often, and short runs have figures."""
     fast = facts.kind is Kind.COUNTER and facts.refresh_s <= FAST_S
     return min(facts.poll_s, FAST_S) if fast else facts.poll_s
 
 
 def run_energy(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> RunEnergy:
-    """Returns the energy of a window of readings, and that per emitted token; a reason instead where there is none."""
+    """Returns the energy of a window and per emitted token, or a reason why there is no figure."""
     facts, seconds = trace.facts, end_s - start_s
     try:
         joules = _joules(trace, faults, start_s, end_s)
@@ -166,13 +167,13 @@ def _joules(trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, e
     window = measure_window(trace, start_s, end_s, expected)
     if facts.kind is Kind.SAMPLER and window.updates < MIN_UPDATES:
         raise MeasurementError(f"the meter showed {window.updates} new values; {MIN_UPDATES} are needed")
-    # Nobody measured this gauge's lag: readings that still rise may be late, and then the mean misses up to half of the rise.
+    # The meter's lag was not measured. If readings still rise, they may be late, and then the mean is too low by up to half of the rise.
     error, freedom = combined([(window.error_watts, window.freedom), (max(0.0, rise_within(trace, window, expected) / 2), math.inf)])
     return of_model(of_error(window.joules, error * window.seconds, freedom, 1), facts.model_error)
 
 
 def watched(trace: Trace) -> Characteristics:
-    """Returns how a meter behaves that was only watched: as its facts state, or slower where its readings show that."""
+    """Returns characteristics of a meter that was not characterised: those of its facts, or slower ones if its readings show that."""
     expected = Characteristics.expected(trace.facts)
     gaps = [b - a for a, b in pairwise(change_times(trace))]
     if trace.facts.kind is Kind.COUNTER or len(gaps) < MIN_CHANGES:
@@ -183,10 +184,10 @@ def watched(trace: Trace) -> Characteristics:
 
 
 class EnergyPool:
-    """Sums up runs until their meter can measure them, each of which may be too short for it.
+    """Sums up runs, each of which may be too short for the meter, until it can measure them together.
 
-    What a meter shows of a run's beginning may still be the time before it. So only the inside of each run is used, and a figure needs
-    as many seconds of insides as a single run does.
+    At the beginning of a run, a meter may still show the time before it. So only the inside of each run is used. A figure needs as many
+    seconds of insides in total as a single run would need.
     """
 
     def __init__(self) -> None:
@@ -197,7 +198,7 @@ class EnergyPool:
         self._values: deque[float] = deque(maxlen=KEPT_VALUES)
 
     def add(self, trace: Trace, faults: Sequence[tuple[float, str]], start_s: float, end_s: float, tokens: int) -> None:
-        """Adds a run of `tokens` emitted tokens; one that the meter saw nothing of, or failed in, is left out."""
+        """Adds a run with `tokens` emitted tokens, unless the meter showed nothing of it or failed."""
         self._facts = facts = trace.facts
         self._runs += 1
         expected = watched(trace)
@@ -220,7 +221,7 @@ class EnergyPool:
             self._rise_joules += rise_within(trace, window, expected) * window.seconds
 
     def energy(self) -> RunEnergy:
-        """Returns joules and joules per token of all runs together, or how much is missing until the meter can measure them."""
+        """Returns joules and joules per token of all runs together, or says how much is missing for a figure."""
         if self._facts is None:
             return RunEnergy(facts=None, reason=self.reason)
         facts, need = self._facts, MIN_REFRESHES * self._facts.refresh_s
@@ -244,16 +245,16 @@ class EnergyPool:
 
 @dataclass(eq=False, kw_only=True)
 class Share:
-    """A running request: its start in seconds, and how many others ran meanwhile."""
+    """A running request: its start in seconds, and the number of others that have run at the same time."""
 
     start_s: float
     others: int
 
 
 class SharedWatch:
-    """Reads a meter from a thread of its own while a request runs. `begin` and `end` never wait for the meter; any thread may call them.
+    """Reads a meter in its own thread while at least one request runs.
 
-    Without a meter, every request gets the `reason`.
+    `begin` and `end` never wait for the meter, and any thread may call them. Without a meter, every request gets the `reason`.
     """
 
     def __init__(self, system: System, meter: Meter | None, reason: str = "") -> None:
@@ -285,14 +286,14 @@ class SharedWatch:
         return share
 
     def end(self, share: Share, tokens: int) -> RunEnergy:
-        """Ends a request of `tokens` emitted tokens; returns the machine's joules meanwhile, per token only if it ran alone."""
+        """Ends a request with `tokens` emitted tokens. Returns the machine's joules during it; also per token if it ran alone."""
         if self._recorder is None:
             return RunEnergy(facts=None, reason=self._reason)
         end_s = self._system.clock()
         with self._changed:
             self._open.remove(share)
             self._busy_tokens += tokens
-            if not self._open or end_s - self._busy_since_s > LONGEST_SPAN_S:  # requests that overlap are one run of the machine
+            if not self._open or end_s - self._busy_since_s > LONGEST_SPAN_S:  # overlapping requests are pooled as one run
                 trace, faults = self._recorder.snapshot(self._busy_since_s)
                 since = [fault for fault in faults if fault[0] >= self._busy_since_s]
                 self._pool.add(trace, since, self._busy_since_s, end_s, self._busy_tokens)
@@ -307,7 +308,7 @@ class SharedWatch:
         return replace(energy, joules_per_token=None, shared_with=share.others, reason=reason)
 
     def total(self) -> RunEnergy:
-        """Returns the machine's energy of all requests until now, per emitted token."""
+        """Returns the machine's energy of all requests so far, also per emitted token."""
         with self._changed:
             return self._pool.energy() if self._recorder else RunEnergy(facts=None, reason=self._reason)
 

@@ -1,4 +1,4 @@
-"""A measurement from start to end: preflight, meter characterisation, idle, warm-up, interleaved repeats, idle again."""
+"""A measurement from start to end: checks, meter characterisation, idle, warm-up, interleaved repeats, idle again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Kind, Meter, Scope, Trace
 from edge_devices.waiting import Report, no_report
 
-BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the interpreter's lock, so every thread keeps a core busy
+BLOCK = bytes(1 << 20)  # hashing blocks of this size releases the GIL, so each thread keeps a core busy
 
 
 @contextmanager
 def busy_load(threads: int = 1) -> Iterator[None]:
-    """Keeps `threads` processors busy inside a with block."""
+    """Keeps `threads` processors busy inside the block."""
     ended = threading.Event()
 
     def work() -> None:
@@ -44,21 +44,19 @@ def busy_load(threads: int = 1) -> Iterator[None]:
 
 
 TOGGLES = 3
-WINDOW_MARGIN = 1.2  # planned / shortest window, as an external meter or a second characterisation may need a little more
-SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0  # so many windows agree within these shares and °C
+WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter or a second characterisation may need longer ones
+SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
 MAX_SOAK_S = 600.0
-# The load stays on, and off, for so many new values; a gauge that needs longer in all needs hours for a session.
-HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0
-LENGTHENED = 1.5  # times as long the load stays at the next try
-HOLD_GROWTH = 1.1  # times as long it has stayed at the next look, where it is held until the readings are flat
-# Load, then rest, in front of an external meter; all lengths differ, so that they fit at one offset only.
+HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # a meter that takes longer to characterise needs hours for a session
+LENGTHENED, HOLD_GROWTH = 1.5, 1.1  # growth of the load's time: for another try, and between checks of a load that is held
+# Seconds of load and rest for an external meter. All lengths differ, so that the steps fit its recording at only one offset.
 LOAD_STEPS_S, SLOW_LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0)), ((20.0, 30.0), (40.0, 25.0), (60.0, 50.0))
-FAST_REFRESH_S, SLOW_REFRESH_S = 1.0, 10.0  # with these, each step is at least two rows of the meter
+FAST_REFRESH_S, SLOW_REFRESH_S = 1.0, 10.0  # refresh of meters that show each step in at least two rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one call of a workload did: tokens, requests, and seconds per phase."""
+    """The result of one call of a workload: tokens, requests, and seconds per phase."""
 
     emitted_tokens: int
     prompt_tokens: int = 0
@@ -71,7 +69,7 @@ Workload = Callable[[], Work]
 
 @dataclass(frozen=True)
 class PhaseLoop:
-    """A loop of one phase alone. `prepare` runs before each window, which so measures nothing but `work`."""
+    """A loop of a single phase. `prepare` runs before each window, so that the window measures only `work`."""
 
     prepare: Callable[[], None]
     work: Workload
@@ -90,9 +88,10 @@ Load = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to measure. `window_s` None: a fifth more than the meter needs.
+    """How to measure.
 
-    `soak`: warm up until power, speed and temperature are steady, or for `max_soak_s`, but three windows at least.
+    If `window_s` is None, a window is a fifth longer than the meter needs. With `soak`, the warm-up lasts until power, speed and
+    temperature are steady or `max_soak_s` is over, but at least three windows.
     """
 
     repeats: int = 10
@@ -104,11 +103,12 @@ class Plan:
 
 
 def characterise_meter(system: System, meter: Meter, load: Load, report: Report = no_report) -> Characteristics:
-    """Polls a meter as fast as it allows while a light load goes on and off; takes a few seconds, one to two minutes with a slow gauge.
+    """Measures a meter's characteristics: polls it as fast as it allows while a light load goes on and off.
 
-    A gauge that turns out to be slower than its facts say is polled again, with a load that stays for three of its new values, until eight
-    were shown. One that averages over long is held under load until the second half of the step is flat, and polled again with a load that
-    stays as long. Raises MeasurementError if that would take more than 15 minutes.
+    It takes a few seconds, or one to two minutes with a slow meter. A meter that is slower than its facts say is polled again, with loads
+    that last for three of its new values, until it has shown eight. If a meter averages over a long time, the load is held until the
+    readings are flat in the second half of the step; then the meter is polled again with loads of this length. Raises MeasurementError if
+    this would take more than 15 minutes.
     """
     facts, begin = meter.facts, system.clock()
     half_s = max(0.5 if facts.kind is Kind.COUNTER else 3.0, 5 * facts.refresh_s, 2 * facts.lag_s)
@@ -126,7 +126,7 @@ def characterise_meter(system: System, meter: Meter, load: Load, report: Report 
         if measured is not None and not unsettled and (late or half_s >= needed_s):
             return measured
         if late:
-            toggled.characteristics()  # which says why not, where it showed too few values
+            toggled.characteristics()  # raises its own error if there were too few values
             raise MeasurementError(
                 f"{facts.name} {unsettled} a load of {max(half_s, toggled.held_s):.0f} s, so its lag is not known; use another meter"
             )
@@ -135,9 +135,10 @@ def characterise_meter(system: System, meter: Meter, load: Load, report: Report 
 
 @dataclass(frozen=True, kw_only=True)
 class _Toggled:
-    """What was read while the load went on and off, the times of its steps, the count of readings and the seconds of each.
+    """The readings while the load went on and off.
 
-    `held_s`: for how long the first load stayed until its readings were flat, where that was longer than the others.
+    `steps` are the times at which the load changed, `reads` the number of readings, `read_s` the seconds of each. `held_s` is how long the
+    first load was held until its readings were flat, if it was held longer than planned, else 0.
     """
 
     trace: Trace
@@ -152,9 +153,9 @@ class _Toggled:
 
 
 def _unsettled(toggled: _Toggled) -> str:
-    """Returns how a gauge fails to show a step, or "" where its readings become flat.
+    """Returns why a meter's readings do not settle within a step, as a part of a sentence, or "" if they do.
 
-    A counter has no lag, and a graphics board does not show a load of the processor.
+    A counter always settles, because it has no lag. A graphics board may show no step, because it does not show the processor's load.
     """
     facts = toggled.trace.facts
     if facts.kind is Kind.COUNTER:
@@ -168,8 +169,8 @@ def _unsettled(toggled: _Toggled) -> str:
 def _toggled(system: System, meter: Meter, load: Load, half_s: float, longest_s: float, report: Report) -> _Toggled:
     """Polls while the load goes on and off three times.
 
-    The first load stays until its readings are flat, or for `longest_s`. Where that takes longer than `half_s`, it is the only one: after
-    the next ones, readings would still be mixed with what was before.
+    The first load is held until its readings are flat, but at most for `longest_s`. If it is held longer than `half_s`, it is the only one,
+    because readings after further steps would still be mixed with those from before.
     """
     facts, started = meter.facts, system.clock()
     interval_s = min(facts.refresh_s, half_s / HALF_REFRESHES) / 8
@@ -205,19 +206,19 @@ def _toggled(system: System, meter: Meter, load: Load, half_s: float, longest_s:
 
 
 def planned_seconds(plan: Plan, workloads: Mapping[str, Workload], characteristics: Characteristics) -> float:
-    """Returns about how long a measurement takes after the meter is characterised."""
+    """Returns the approximate seconds of a measurement, after the meter is characterised."""
     window_s = _window_seconds(plan, characteristics) + characteristics.lead_in_s
     runs = plan.repeats * len(workloads) * (window_s + plan.rest_s)
     return 2 * characteristics.shortest_idle_s + plan.soak * soak_seconds(plan, characteristics) + runs
 
 
 def soak_seconds(plan: Plan, characteristics: Characteristics) -> float:
-    """Returns how long it takes to warm up at least."""
+    """Returns the minimum seconds of the warm-up."""
     return SOAK_WINDOWS * (_window_seconds(plan, characteristics) + characteristics.lead_in_s)
 
 
 def load_steps(refresh_s: float) -> Sequence[tuple[float, float]]:
-    """Returns seconds of load and rest in turn that a meter with this refresh shows."""
+    """Returns pairs of seconds of load and rest, which are long enough to be visible on a meter with this refresh."""
     longer = max(1.0, refresh_s / SLOW_REFRESH_S)
     return LOAD_STEPS_S if refresh_s <= FAST_REFRESH_S else [(load_s * longer, rest_s * longer) for load_s, rest_s in SLOW_LOAD_STEPS_S]
 
@@ -237,12 +238,12 @@ def measure(
     report: Report = no_report,
     steps_seen: Callable[[Sequence[tuple[float, float]]], None] = lambda _: None,
 ) -> RunLog:
-    """Measures every workload `plan.repeats` times, in turn, every second round in reverse order, between two idle windows.
+    """Measures every workload `plan.repeats` times between two idle windows.
 
-    The recorder must be running. `load_step`: a plain load that marks times on an external meter's recording, whose spans `steps_seen`
-    gets before the runs. `keep` gets the log after every window, `report` each step with the share of the planned seconds that is over. A
-    meter that failed during all windows of a round ends the measurement early, with what it measured until then. Raises MeasurementError
-    if the machine's state forbids a measurement.
+    The workloads take turns, and every second round is in reverse order. The recorder must be running. `load_step` is a plain load that
+    marks times on an external meter's recording; `steps_seen` gets its time spans before the runs. `keep` gets the log after every window.
+    `report` gets each step with the share of the planned seconds that is over. If the meter failed during all windows of a round, the
+    measurement ends early with the data so far. Raises MeasurementError if the machine's state does not allow a measurement.
     """
     facts = recorder.trace.facts
     state = read_state(system)
@@ -251,7 +252,7 @@ def measure(
         raise MeasurementError("; ".join(refusal.sentence for refusal in refused))
     window_s, idle_s = _window_seconds(plan, characteristics), characteristics.shortest_idle_s
     begin, planned_s, load = system.clock(), planned_seconds(plan, workloads, characteristics), LoadWatch()
-    later_s = 0.0  # by which the end has moved
+    later_s = 0.0  # how much later than planned the measurement will end
 
     def announce(step: str) -> None:
         report(min(0.99, (system.clock() - begin) / (planned_s + later_s)), step)
@@ -297,7 +298,7 @@ def measure(
             system.sleep(plan.rest_s)
         windows = [(run.start_s, run.end_s) for run in log.runs[-len(names) :]]
         failed = names and all(any(start_s <= time_s <= end_s for time_s, _ in log.faults) for start_s, end_s in windows)
-        if failed and (not recorder.trace.times or recorder.trace.times[-1] < windows[-1][1]):  # nor has it answered since
+        if failed and (not recorder.trace.times or recorder.trace.times[-1] < windows[-1][1]):  # it has not answered since
             log.warnings.append(f"stopped after {repeat + 1} of {plan.repeats} repeats: {log.faults[-1][1]}")
             keep(log)
             return log
@@ -322,9 +323,10 @@ def _idle(system: System, recorder: Recorder, characteristics: Characteristics) 
 
 
 def _run(system: System, recorder: Recorder, name: str, repeat: int, workload: Workload, window_s: float, log: RunLog) -> LoggedRun:
-    """Repeats one workload until the window is full, after the meter's lead-in; its expected time follows from earlier runs of the variant.
+    """Repeats one workload for the meter's lead-in, and then until the window is full.
 
-    Without the work before it, the window would lose its first prefill to the lead-in, each time.
+    The same work runs during the lead-in, because otherwise the window would always lose its first prefill to the lead-in. The expected
+    time is from earlier runs of the variant.
     """
     _prepare(workload)
     before = read_state(system)
@@ -364,7 +366,7 @@ def _soak(system: System, recorder: Recorder, workload: Workload, log: RunLog, p
     windows: list[tuple[float, float, float]] = []
     while len(windows) < SOAK_WINDOWS or system.clock() - begin < plan.max_soak_s:
         run = _run(system, recorder, "soak", len(windows), workload, window_s, log)
-        # An external meter's readings come later: speed and temperature decide alone.
+        # An external meter's readings are known only later, so only speed and temperature are compared.
         try:
             of_run = run.start_s, run.end_s, log.characteristics, run.lead_s
             watts = measure_window(recorder.trace, *of_run).watts if recorder.trace.times else 0.0

@@ -1,4 +1,4 @@
-"""A meter read again and again while other work runs, and what is measured of the meter itself."""
+"""Reads a meter repeatedly while other work runs, and measures the characteristics of the meter itself."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from edge_devices.meters.base import Kind, Meter, MeterFacts, Trace
 MIN_CHANGES = 8
 LAGS_OF_LEAD = 1.5
 WINDOW_LAGS = 2
-WINDOW_REFRESHES = 20  # chosen in simulations: the intervals hold from here on, and a slow gauge's session ends on the same day
+WINDOW_REFRESHES = 20  # chosen in simulations: enough for valid intervals, and a session with a slow meter ends on the same day
 HALF_SHARE, SETTLED_SHARE = 0.5, 0.9
-# An exponential filter that took s seconds from half of a step to 90 % of it shows 99 % another TAIL * s seconds later.
-TAIL = 1.5
-FLAT_SHARE = 0.03  # a reading has settled if it changes by less than this share of a step from the third to the last quarter after it
-# A step is visible above 4 standard deviations or resolutions of the readings and 2 % of their level: a few that are equal have no noise.
+TAIL = 1.5  # times the seconds from 50 % to 90 % of a step; after that, an exponential filter shows 99 % of it
+FLAT_SHARE = 0.03  # share of a step by which settled readings may still change from the third to the last quarter after it
+# A step is visible if it exceeds 4 standard deviations or resolutions of the readings, and 2 % of their level. The resolution is needed
+# because a few equal readings have no deviation.
 VISIBLE_NOISES, VISIBLE_SHARE = 4.0, 0.02
 
 
@@ -31,8 +31,8 @@ VISIBLE_NOISES, VISIBLE_SHARE = 4.0, 0.02
 class Characteristics:
     """How a meter behaves, in seconds.
 
-    `refresh_s`, `longest_gap_s`: median and longest time between updates; `lag_s`: until a load step shows (90 %, or what its slow tail
-    takes); `read_s`: the cost of a read; `zero_rate`: the share of reads that returned no value.
+    `refresh_s` and `longest_gap_s` are the median and the longest time between updates. `lag_s` is the time until 90 % of a load step
+    shows, or longer if the step has a slow tail. `read_s` is the cost of a read. `zero_rate` is the share of reads that returned no value.
     """
 
     refresh_s: float
@@ -48,30 +48,31 @@ class Characteristics:
 
     @property
     def shortest_window_s(self) -> float:
-        """Shortest window that gives a figure: 10 s, 20 refreshes, or 2 lags; after the lead-in."""
+        """Shortest window for a figure: the longest of 10 s, 20 refreshes and 2 lags, plus the lead-in."""
         return self.shortest_measured_s + self.lead_in_s
 
     @property
     def shortest_measured_s(self) -> float:
-        """Shortest window whose lead-in came before it: a gauge that averages for long has few values of its own in a shorter one."""
+        """Shortest window if the lead-in comes before it. In a shorter one, a meter that averages over long has few independent values."""
         return max(10.0, WINDOW_REFRESHES * self.refresh_s, WINDOW_LAGS * self.lag_s)
 
     @property
     def shortest_idle_s(self) -> float:
-        """Shortest idle window: 30 s, or 20 refreshes; after the lead-in."""
+        """Shortest idle window: the longer of 30 s and 20 refreshes, plus the lead-in."""
         return max(30.0, WINDOW_REFRESHES * self.refresh_s) + self.lead_in_s
 
     @staticmethod
     def expected(facts: MeterFacts) -> Characteristics:
-        """Returns the characteristics that a meter's facts state, for use without measuring them."""
+        """Returns the characteristics that a meter's facts state, if they are not measured."""
         return Characteristics(refresh_s=facts.refresh_s, longest_gap_s=3 * facts.refresh_s, lag_s=facts.lag_s, zero_rate=0.0, read_s=0.0)
 
 
 def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: float) -> Characteristics:
-    """Computes the characteristics from a trace polled as fast as the meter allows while a light load toggled at `steps` (seconds).
+    """Computes a meter's characteristics from a trace.
 
-    `reads`: attempted reads (those without a value are not in the trace); `read_s`: seconds per read.
-    Raises MeasurementError for fewer than 8 updates.
+    The meter was polled as fast as it allows while a light load was switched at the times `steps` (seconds). `reads` counts attempted
+    reads, because reads without a value are not in the trace. `read_s` is the seconds per read. Raises MeasurementError for fewer than 8
+    updates.
     """
     changes = change_times(trace)
     if len(changes) < MIN_CHANGES:
@@ -91,14 +92,14 @@ def characterise(trace: Trace, steps: Sequence[float], *, reads: int, read_s: fl
 
 
 def change_times(trace: Trace) -> list[float]:
-    """Returns the times of readings that differ from the reading before."""
+    """Returns the times of readings that differ from the previous one."""
     return [trace.times[i] for i in range(1, len(trace.times)) if trace.values[i] != trace.values[i - 1]]
 
 
 def unsettled_share(trace: Trace, steps: Sequence[float]) -> float | None:
-    """Returns by what share of a load step the readings still rise from the third to the last quarter after it, on average.
+    """Returns the mean share of a load step by which readings still rise from the third to the last quarter after it.
 
-    Below 0 where they fall back; None where no step is visible, or there are no readings.
+    It is below 0 if they fall back. None if no step is visible, or if there are no readings.
     """
     shares = []
     for before, step, after in _triples(trace, steps):
@@ -113,7 +114,7 @@ def unsettled_share(trace: Trace, steps: Sequence[float]) -> float | None:
 
 
 def _height(trace: Trace, old: Sequence[float], new: Sequence[float]) -> float:
-    """Returns the height of a step from the readings before and after it; 0 where it is not visible."""
+    """Returns the height of a step from the readings before and after it; 0 if it is not visible."""
     height, noise = fmean(new) - fmean(old), math.sqrt((pvariance(old) + pvariance(new)) / 2)
     least = max(VISIBLE_NOISES * max(noise, trace.facts.resolution), VISIBLE_SHARE * abs(fmean(old)))
     return height if abs(height) > least else 0.0
@@ -125,7 +126,7 @@ def _triples(trace: Trace, steps: Sequence[float]) -> list[tuple[float, float, f
 
 
 def _lag(trace: Trace, before: float, step: float, after: float) -> float | None:
-    """Seconds from a step until it shows; 0 for a counter. None where the step is lost in noise."""
+    """Returns the seconds from a step until it shows; 0 for a counter, None if the step is not visible."""
     if trace.facts.kind is Kind.COUNTER:
         return 0.0
     old = [trace.values[i] for i in trace.span((before + step) / 2, step)]
@@ -141,15 +142,15 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
     return max(most, (most + TAIL * (most - half)) / LAGS_OF_LEAD)
 
 
-JITTER = 0.3  # share of the interval: without it, readings in step with draft and verify would always fall in the same phase
-SLEPT = "the machine slept"  # begins the reason of a fault that no window may contain
-SLEPT_S = 0.5  # less is the clocks' own
-# A clock that counts the time asleep, and one that does not: Linux and Android, then macOS.
+JITTER = 0.3  # share of the interval; without it, readings could synchronize with draft and verify and always hit the same phase
+SLEPT = "the machine slept"  # the beginning of the reason of a fault that no window may contain
+SLEPT_S = 0.5
+# Pairs of clocks, of which the first counts time asleep and the second does not: on Linux and Android, and on macOS.
 CLOCKS = (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"))
 
 
 def slept_seconds() -> float:
-    """Returns for how many seconds the machine has slept since it started; 0 where no two clocks tell (Windows)."""
+    """Returns the seconds that the machine has slept since it started; 0 on systems without such clocks (Windows)."""
     for always, awake in CLOCKS:
         if hasattr(time, always) and hasattr(time, awake):
             return time.clock_gettime(getattr(time, always)) - time.clock_gettime(getattr(time, awake))
@@ -157,10 +158,10 @@ def slept_seconds() -> float:
 
 
 class Recorder:
-    """Collects a trace, from a thread of its own inside a with block, or by `poll` from the caller's thread.
+    """Collects a trace, in its own thread inside a with block, or with `poll` in the caller's thread.
 
-    A counter is polled for its wrap and read at the marks, since a read has a cost; a sampler is read at its own rate. A sleep of the
-    machine is a fault: its meter counted on, or stood, while the clock stood.
+    A counter is read at the marks, and in between only often enough to notice that it wraps, because reading has a cost. A sampler is read
+    at its own rate. If the machine sleeps, that is recorded as a fault, because the clock stops then, and the meter may count on.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Recorder:
                 self.raw.append(sample.raw)
 
     def mark(self) -> float:
-        """Returns the time now; a counter is read at the same moment."""
+        """Returns the current time, and reads a counter at the same moment."""
         with self._lock:
             self._note_sleep()
         if self._meter.facts.kind is Kind.COUNTER:
@@ -204,7 +205,7 @@ class Recorder:
         return self._system.clock()
 
     def ignore_sleep(self) -> None:
-        """Says that nothing was measured until now: a sleep before is no fault."""
+        """Call this before a measurement, so that earlier sleep of the machine is not a fault."""
         self._slept_s = self._slept()
 
     def _note_sleep(self) -> None:
@@ -213,13 +214,13 @@ class Recorder:
             self.faults.append((self._system.clock(), f"{SLEPT} for {self._slept_s - before:.0f} s"))
 
     def snapshot(self, start_s: float) -> tuple[Trace, list[tuple[float, str]]]:
-        """Returns the readings from the last one before a time on, and all faults."""
+        """Returns the readings from the last one at or before `start_s` on, and all faults."""
         with self._lock:
             first = self.trace.index_at(start_s) if self.trace.times and self.trace.times[0] <= start_s else 0
             return Trace(facts=self.trace.facts, times=self.trace.times[first:], values=self.trace.values[first:]), list(self.faults)
 
     def forget(self, before_s: float) -> None:
-        """Drops the readings before a time except the last of them."""
+        """Drops the readings before `before_s` except the last of them, and the faults before it."""
         with self._lock:
             if self.trace.times and self.trace.times[0] <= before_s:
                 first = self.trace.index_at(before_s)

@@ -1,4 +1,4 @@
-"""Figures from a run log: joules per token with intervals, gross and above idle, and paired ratios."""
+"""Computes figures from a run log: joules per token with intervals, gross and above idle, and ratios of pairs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from edge_devices.machine.state import disturbances
 from edge_devices.meters.base import REPLAYED, Finding, Kind, MeterFacts, MeterState, Scope, scope_words
 from edge_devices.meters.search import NO_METER
 
-CALIBRATION = "calibrate:"  # prefix of the variants that run one phase alone
-WARMING = 1.0  # standard error of a phase's power / its change within the loops of the phase; chosen in simulations
-MIN_SIGNAL = 3.0  # standard errors: less energy above idle is not distinguishable from zero
+CALIBRATION = "calibrate:"  # prefix of variants that run a single phase
+WARMING = 1.0  # standard error of a phase's power / its change within the phase's loops, chosen in simulations
+MIN_SIGNAL = 3.0  # energy above idle of fewer standard errors is not distinguishable from zero
 
 
 @dataclass(frozen=True, kw_only=True)
 class Idle:
-    """Idle power: mean watts before and after the runs; `error` includes the drift between them, unknown where `windows` is 1."""
+    """Mean idle power before and after the runs. `error` includes the drift between the two, unless there was only one window."""
 
     watts: float
     error: float
@@ -49,10 +49,11 @@ class Idle:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantEnergy:
-    """The energy of one variant; joules are gross unless named net. None: unknown, or lost in noise.
+    """The energy of one variant.
 
-    `refused`: reasons of the repeats that do not count; `prompt_tokens`: mean of a request; `phase_joules`: joules per request by phase,
-    separated by `phase_method`; `closure`: (sum of calibrated phases - measured) / measured, the worst repeat's, None where not tested.
+    Joules are gross unless they are named net. None means unknown, or not distinguishable from noise. `refused` says why repeats were
+    excluded. `prompt_tokens` is the mean per request. `phase_joules` are joules per request by phase, found by `phase_method`. `closure` is
+    (sum of calibrated phases - measured) / measured of the worst repeat; None if it was not tested.
     """
 
     name: str
@@ -75,7 +76,7 @@ class VariantEnergy:
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyReport:
-    """All figures of one measurement and their meter. `phase_watts`: mean watts of the phases with calibration loops."""
+    """All figures of one measurement, and its meter. `phase_watts` is the mean power of the phases that have calibration loops."""
 
     meter: str
     scope: str
@@ -88,14 +89,14 @@ class EnergyReport:
     phase_watts: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys; null for what has no bound, such as the degrees of freedom of an error that is known."""
+        """Returns plain values under stable keys. Infinite values are null, such as the degrees of freedom of a known error."""
         record: dict[str, Any] = finite_json(self)
         return record
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidRun:
-    """A run that counts, with its window and its energy by phase."""
+    """A run that was not excluded, with its window and its energy by phase."""
 
     run: LoggedRun
     window: WindowEnergy
@@ -103,7 +104,7 @@ class ValidRun:
 
     @property
     def decode_joules(self) -> float:
-        """Joules of everything but the prefill and the time between requests."""
+        """Joules of the phases of decoding; those of the whole window if the run has no phases."""
         return sum(self.shares.joules[phase] for phase in self.decoding) if self.run.phases else self.window.joules
 
     @property
@@ -113,7 +114,7 @@ class ValidRun:
 
     @property
     def decoding(self) -> set[str]:
-        """The phases whose joules count per emitted token."""
+        """The phases whose joules are divided by emitted tokens."""
         return self.shares.joules.keys() - NO_DECODING
 
     @property
@@ -122,7 +123,7 @@ class ValidRun:
 
 
 def make_report(log: RunLog, *, baseline: str | None = None) -> EnergyReport:
-    """Computes the report; raises MeasurementError if no run counts, or if the external meter's table is missing."""
+    """Computes the report. Raises MeasurementError if all runs are excluded, or if the external meter's table is missing."""
     if not log.trace.times:
         raise MeasurementError("the log holds no readings because its meter is external; give that meter's table with --external TABLE")
     powers, idle = _phase_powers(log), _idle(log)
@@ -160,7 +161,7 @@ def make_report(log: RunLog, *, baseline: str | None = None) -> EnergyReport:
 
 
 def _modelled(variant: VariantEnergy, model_error: float) -> VariantEnergy:
-    """Returns a variant with the range of the power model in every interval."""
+    """Returns a variant whose intervals include the error range of the power model."""
 
     widened_figures: dict[str, Any] = {
         each.name: of_model(figure, model_error) for each in fields(variant) if isinstance(figure := getattr(variant, each.name), Interval)
@@ -175,7 +176,7 @@ def _modelled(variant: VariantEnergy, model_error: float) -> VariantEnergy:
 
 
 def exclusion_reasons(log: RunLog, run: LoggedRun) -> list[str]:
-    """Returns the reasons why a run does not count; an empty list if it counts."""
+    """Returns the reasons why a run is excluded; an empty list if it is not."""
     return _count(log, run, {})[1]
 
 
@@ -199,7 +200,7 @@ def _count(log: RunLog, run: LoggedRun, powers: Mapping[str, PhaseWatts], idle: 
 
 
 def _phase_powers(log: RunLog) -> dict[str, PhaseWatts]:
-    """Mean power of each phase that has calibration runs."""
+    """Returns the mean power of each phase that has calibration runs."""
     windows: dict[str, list[WindowEnergy]] = {}
     for run in log.runs:
         if run.variant.startswith(CALIBRATION):
@@ -224,12 +225,12 @@ def _idle(log: RunLog) -> Idle | None:
     for start_s, end_s in log.idles:
         if any(start_s <= time_s <= end_s and reason.startswith(SLEPT) for time_s, reason in log.faults):
             continue
-        with contextlib.suppress(MeasurementError):  # such as a charger that was plugged in before the last one
+        with contextlib.suppress(MeasurementError):  # e.g. if a charger was plugged in before the last window
             windows.append(measure_window(log.trace, start_s, end_s, log.characteristics))
     if not windows:
         return None
     drift = windows[-1].watts - windows[0].watts
-    # Between the two windows idle power may have been anything between them: uniform over their difference.
+    # Between the two windows, idle power may have had any value between theirs, so the error is that of a uniform distribution.
     parts = [(w.error_watts / len(windows), w.freedom) for w in windows]
     error, freedom = combined([*parts, (abs(drift) / 12**0.5, float("inf"))])
     return Idle(watts=fmean(w.watts for w in windows), error=error, freedom=freedom, drift_watts=drift, windows=len(windows))
@@ -273,13 +274,13 @@ def _variant(
 
 
 def _prompt_tokens(runs: Sequence[ValidRun]) -> float | None:
-    """Returns the prompt tokens of a request, on average; None if its prompts are not counted."""
+    """Returns the mean number of prompt tokens per request; None if prompts were not counted."""
     tokens, requests = sum(r.run.prompt_tokens for r in runs), sum(r.run.requests for r in runs)
     return tokens / requests if tokens and requests else None
 
 
 def _per(runs: Sequence[ValidRun], joules: Callable[[ValidRun], float], count: Callable[[ValidRun], int]) -> Interval | None:
-    """Joules per unit: the mean of the repeats; for a single run the error is that of its window."""
+    """Returns joules per unit as the mean of the repeats. For a single run, the error is that of its window."""
     if any(count(r) <= 0 for r in runs):
         return None
     values = [joules(r) / count(r) for r in runs]
@@ -294,7 +295,7 @@ def _per(runs: Sequence[ValidRun], joules: Callable[[ValidRun], float], count: C
 def _per_of(
     runs: Sequence[ValidRun], phases: Collection[str], joules: Callable[[ValidRun], float], count: Callable[[ValidRun], int]
 ) -> Interval | None:
-    """Joules of some phases per unit, with the errors of their shares, which are the same in every repeat."""
+    """Returns joules of some phases per unit, with the errors of the phases' shares, which are the same in all repeats."""
     inner = _per(runs, joules, count)
     return widened(inner, [(inner.value * error, freedom) for error, freedom in _share_errors(runs, phases)]) if inner else None
 
@@ -302,10 +303,10 @@ def _per_of(
 def _share_errors(
     runs: Sequence[ValidRun], phases: Collection[str], others: Sequence[ValidRun] = (), their_phases: Collection[str] = ()
 ) -> list[tuple[float, float]]:
-    """Relative errors, with degrees of freedom, of the joules of `phases`, from the errors of the phases' powers.
+    """Returns the relative errors, with degrees of freedom, that the joules of `phases` have from errors of the phases' powers.
 
-    With `others`, of the ratio to their joules of `their_phases`. No loop does exactly what requests do: what power × seconds is off
-    by is an error of each power too.
+    With `others`, they are errors of the ratio to the others' joules of `their_phases`. Calibration loops do not do exactly what requests
+    do, so the mean closure is counted as an error of each power too.
     """
     known: dict[str, tuple[float, float]] = {}
     for run in (*runs, *others):
@@ -330,7 +331,7 @@ def _by_phase(runs: Sequence[ValidRun]) -> dict[str, Interval]:
 
 
 def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
-    """Joules above idle per emitted token: minus idle power × decode time, errors added. None if lost in the error."""
+    """Returns joules above idle per emitted token: idle power × decode time is subtracted. None if that is less than MIN_SIGNAL errors."""
     inner = _per(runs, lambda r: r.decode_joules - idle.watts * r.decode_s, lambda r: r.run.emitted_tokens)
     if inner is None:
         return None
@@ -342,7 +343,7 @@ def _net(runs: Sequence[ValidRun], idle: Idle) -> Interval | None:
 
 
 def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval | None:
-    """Joules per token of this variant / of the baseline, of the repeats that count for both."""
+    """Returns this variant's joules per token / the baseline's, from the repeats that neither excludes."""
     theirs = {r.run.repeat: r for r in baseline}
     pairs = [
         (r, theirs[r.run.repeat])
@@ -357,13 +358,14 @@ def _ratio(runs: Sequence[ValidRun], baseline: Sequence[ValidRun]) -> Interval |
 
 
 LONGEST_OVERRUN = 1.25
-MAX_MISSING = 0.5  # share of a window; what is missing widens its figure's interval
-# Samplers whose failed reading means a command or file that did not answer. A battery's may mean a charger, whose joules are missing.
+MAX_MISSING = 0.5  # share of a window without readings; it widens the interval of the figure
+# For these samplers, a failed reading means only that a command or file did not answer. A battery's may mean that a charger was plugged in,
+# whose joules are missing.
 LOST_READINGS = frozenset((Scope.RAILS, Scope.BOARD, Scope.MODULE, Scope.EXTERNAL, Scope.PACKAGE, Scope.PLATFORM))
 
 
 def too_short(log: RunLog, seconds: float, lead_s: float) -> str | None:
-    """Returns why a window of this length is too short for the meter, or None. `lead_s`: seconds of the same work before it."""
+    """Returns why a window of this length is too short for the meter, or None. The same work ran for `lead_s` before the window."""
     need = log.characteristics.shortest_measured_s + max(0.0, log.characteristics.lead_in_s - lead_s)
     if seconds >= need:
         return None
@@ -382,7 +384,7 @@ def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
             f"took {run.seconds:.3g} s where {run.expected_s:.3g} s were expected: something else ran, or the process was suspended"
         )
     sampler = log.facts.kind is Kind.SAMPLER
-    first = bisect_left(log.faults, run.start_s, key=lambda fault: fault[0])  # faults are in the order of their times
+    first = bisect_left(log.faults, run.start_s, key=lambda fault: fault[0])  # faults are sorted by time
     within = [reason for time_s, reason in islice(log.faults, first, None) if time_s <= run.end_s]
     if slept := next((reason for reason in within if reason.startswith(SLEPT)), None):
         reasons.append(slept)
@@ -396,14 +398,14 @@ def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
     return reasons
 
 
-# An interval of a ratio whose ends differ by more than this factor says nothing.
+# If the ends of a ratio's interval differ by more than this factor, the ratio is not determined.
 WIDEST_RATIO = 4.0
 
 
 def meter_lines(findings: Sequence[Finding], measured: Mapping[str, Characteristics | str] | None = None) -> list[str]:
-    """Returns the lines of `edge-devices meters`: usable first, then present with reason and remedy, then absent.
+    """Returns the lines of `edge-devices meters`: first usable meters, then present ones with reason and remedy, then absent ones.
 
-    `measured`: characteristics of the usable ones, or why there are none.
+    `measured` holds the characteristics of the usable ones, or the reason why they are unknown.
     """
     lines = []
     for facts in (finding.meter.facts for finding in findings if finding.meter):
@@ -434,7 +436,7 @@ def _measured(figures: Characteristics) -> str:
 
 
 def head_lines(report: EnergyReport) -> list[str]:
-    """Returns the meter with its scope, and the idle power, as text."""
+    """Returns lines about the meter with its scope, and about the idle power."""
     mark = _ESTIMATED if report.estimate else _REPLAYED if report.meter.startswith(REPLAYED) else ""
     lines = [
         f"{mark}meter {report.meter}, scope {scope_words(report.scope)}, new every {report.refresh_s:.3g} s;"
@@ -449,18 +451,18 @@ _ESTIMATED, _REPLAYED = "ESTIMATE, nothing was measured: ", "REPLAYED from a rec
 
 
 def origin_label(facts: MeterFacts) -> str:
-    """Returns what stands before a figure that was not measured in its run; empty for one that was."""
+    """Returns the label for a figure that was not measured in its run; empty for one that was measured."""
     return _ESTIMATED if facts.is_estimate else _REPLAYED if facts.is_replay else ""
 
 
 def ratio_text(ratio: Interval) -> str:
-    """Returns a ratio with its interval; "not determined" where the interval says nothing."""
+    """Returns a ratio with its interval as text; "not determined" if the interval is too wide."""
     too_wide = ratio.half < float("inf") and ratio.high > WIDEST_RATIO * max(ratio.low, 0.0)
     return f"not determined (n={ratio.n}, the runs differ too much):" if too_wide else figure_text(ratio)
 
 
 def figure_text(interval: Interval, *, basis: str = "") -> str:
-    """Returns a figure with as many digits as its interval supports: two of the half width. `basis`: of other intervals than repeats'."""
+    """Returns a figure with the digits that its interval supports (two of the half width). `basis` replaces the words about repeats."""
     if not 0 < interval.half < float("inf"):
         return f"{interval.value:.3g} (n={interval.n}, no interval)"
     digits = max(0, 1 - math.floor(math.log10(interval.half)))

@@ -1,8 +1,8 @@
 """The raw record of a measurement: one JSON object per line, from which every figure can be recomputed without the device.
 
-Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end),
-run, warning, others (share of the processors that other programs used; waiting, share of the time in which programs waited; seconds).
-Times are seconds on the clock of decoding.
+Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end), run,
+warning, and others (share: the share of the processors that other programs used; waiting: the share of the time in which programs waited;
+seconds). Times are in seconds on the same clock as decoding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from edge_devices.meters.base import MeterFacts, Sample, Trace
 SCHEMA = 1
 MAX_LINE_CHARS = 1 << 20
 MAX_LINES = 50_000_000  # half a day at 1 kHz
-MAX_PHASES = 16  # of a run; encode, prefill, draft, plain and verify are five
-# Of a log: two idle windows and a few warnings are usual, and 5000 runs of at least 12 s, with their rests, take a day.
+MAX_PHASES = 16  # in a run; the usual five are encode, prefill, draft, plain and verify
+# Limits per log. Two idle windows and a few warnings are usual. 5000 runs of at least 12 s, with the rests between them, take a day.
 MAX_OF_KIND = {"run": 5000, "idle": 1000, "load": 1000, "warning": 1000, "others": 1000}
 LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "faults": lambda fault: {"kind": "fault", "t": fault[0], "reason": fault[1]},
@@ -43,10 +43,11 @@ LISTS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """One window of work. `phases`: seconds per phase (prefill, draft, verify, ...); `emitted_tokens`: without drafted tokens;
-    `prompt_tokens`: those not in the cache; `expected_s`: duration expected from the variant's earlier runs, None for its first;
-    `lead_s`: for how long the same work went on before the window.
-    """
+    """One window of work.
+
+    `phases` holds the seconds per phase (prefill, draft, verify, ...). `emitted_tokens` does not count drafted tokens, and `prompt_tokens`
+    does not count tokens in the cache. `expected_s` is the duration expected from earlier runs of the variant; None for its first run.
+    `lead_s` is for how long the same work ran before the window."""
 
     variant: str
     repeat: int
@@ -68,37 +69,37 @@ class LoggedRun:
 
 @dataclass(kw_only=True)
 class RunLog:
-    """All of one measurement."""
+    """All data of one measurement."""
 
     facts: MeterFacts
     characteristics: Characteristics
     trace: Trace
     environment: dict[str, Any] = field(default_factory=dict)
     idles: list[tuple[float, float]] = field(default_factory=list)
-    loads: list[tuple[float, float]] = field(default_factory=list)  # plain load steps, for the clock of an external meter
+    loads: list[tuple[float, float]] = field(default_factory=list)  # plain load steps, which align an external meter's clock
     runs: list[LoggedRun] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    others: list[MachineLoad] = field(default_factory=list)  # of the whole measurement, at its end
-    stopped: bool = False  # by Ctrl-C, before the end
+    others: list[MachineLoad] = field(default_factory=list)  # one entry for the whole measurement, added at its end
+    stopped: bool = False  # ended early by Ctrl-C
 
 
 class LogFile(GrowingFile):
-    """A log that is written while it is measured, and kept after an error or Ctrl-C if it holds a run.
+    """A log file that is written during the measurement. After an error or Ctrl-C, it is kept if it has a run.
 
-    Every `keep` appends what is new, so that a process which is killed leaves all earlier windows.
+    Each call of `keep` appends what is new, so if the process is killed, the file has all earlier windows.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises MeasurementError if it cannot be written."""
+        """Creates the file. Raises MeasurementError if it cannot be written."""
         self._written = dict.fromkeys(LISTS, 0)
-        self._samples = -1  # the header is still to be written
+        self._samples = -1  # means that the header is not written yet
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(path)
 
     def keep(self, log: RunLog, raw: Sequence[str] = ()) -> None:
-        """Appends what the log holds since the last call. `raw`: the meter's raw reading at each sample. Raises MeasurementError."""
+        """Appends what was added to the log since the last call. `raw` is the meter's raw text for each sample. Raises MeasurementError."""
         self.append(json.dumps(record, ensure_ascii=False) + "\n" for record in self._new(log, raw))
         self.worth_keeping = bool(log.runs)
 
@@ -107,7 +108,7 @@ class LogFile(GrowingFile):
             self._samples = 0
             yield {"kind": "header", "schema": SCHEMA, "meter": log.facts.to_json(), "environment": log.environment}
             yield {"kind": "characteristics", **asdict(log.characteristics)}
-        readings = len(raw) if raw else len(log.trace.values)  # the recorder's thread may be adding one
+        readings = len(raw) if raw else len(log.trace.values)  # the recorder's thread may be adding a sample
         for i in range(self._samples, min(readings, len(log.trace.times), len(log.trace.values))):
             yield {"kind": "sample", "t": log.trace.times[i], "v": log.trace.values[i], "raw": raw[i] if raw else ""}
             self._samples = i + 1
@@ -124,7 +125,7 @@ def write_log(path: Path, log: RunLog) -> None:
 
 
 def is_energy_log(path: Path) -> bool:
-    """Returns whether a file begins like one that `write_log` wrote."""
+    """Returns whether a file begins like one by `write_log`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             first = json.loads(file.readline(MAX_LINE_CHARS))
@@ -134,9 +135,9 @@ def is_energy_log(path: Path) -> bool:
 
 
 def read_log(path: Path, max_lines: int = MAX_LINES) -> RunLog:
-    """Reads what `write_log` wrote; raises MeasurementError, with the line's number, for anything else.
+    """Reads a log by `write_log`. For any other file, raises MeasurementError with the line's number.
 
-    Windows do not overlap, as in every measurement, so that their figures cost no more than the readings have lines.
+    Overlapping windows are an error too, because measurements have none. So the work of computing figures is proportional to the readings.
     """
     log: RunLog | None = None
     counts: Counter[str] = Counter()
@@ -162,7 +163,7 @@ def read_log(path: Path, max_lines: int = MAX_LINES) -> RunLog:
         raise MeasurementError(f"{path} holds no measurement; use the file that the run wrote")
     windows = sorted([(run.start_s, run.end_s) for run in log.runs] + log.idles)
     for (_, end_s), (start_s, _) in pairwise(windows):
-        if not start_s >= end_s:  # nor are they NaN, which would hide others from the order
+        if not start_s >= end_s:  # NaN is refused as well, as it would spoil the sorting
             raise MeasurementError(
                 f"{path}: a window begins at {start_s} s, before another ends at {end_s} s; use the file that the run wrote"
             )
@@ -170,7 +171,7 @@ def read_log(path: Path, max_lines: int = MAX_LINES) -> RunLog:
 
 
 def _is_cut(line: str) -> bool:
-    """Returns whether this is the incomplete line that a writer leaves when it is killed."""
+    """Returns whether this is the incomplete last line of a writer that was killed."""
     if line.endswith("\n"):
         return False
     try:

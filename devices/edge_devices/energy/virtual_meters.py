@@ -1,4 +1,4 @@
-"""Meters that are asked for by name and never searched for: an estimate, a recording, an external meter with its clock."""
+"""Meters that are used only if requested by name: an estimate, a recording, and an external meter, whose clock is aligned here."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import REPLAYED, Finding, Kind, Meter, MeterFacts, Sample, Scope, Trace
 from edge_devices.meters.search import choose_meter
 
-MIN_FIT = 0.5  # share of the power's variance that the steps must explain
-MAX_RIVAL_SHARE = 0.9  # of the best fit
+MIN_FIT = 0.5  # the least share of the power's variance that the steps must explain
+MAX_RIVAL_SHARE = 0.9  # another offset may have at most this share of the best fit
 MAX_RECORDING_S = 6 * 3600.0
-# A counter's recording paused where a gap is longer than so many seconds and readings, in which it counts less than this share of the mean
-# power.
-PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1
+PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1  # a counter paused in a gap of at least this length in which it counted less than this
+# share of the mean power
 Span = tuple[float, float]  # seconds
 FloatArray = NDArray[np.float64]
 
 
 def _trace_of(table: Path) -> Trace:
-    """Returns the readings of a CSV file. Its reader is imported only here, as no start should wait for it."""
+    """Returns the readings of a CSV file. The reader is imported only here, so that it does not slow down every start."""
     from edge_devices.energy.external.table import import_csv
 
     return import_csv(table)
 
 
 def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
-    """Returns the seconds to add to the trace's times so that its power is high in the spans of load and low in the rests around them.
+    """Returns the seconds to add to the trace's times so that its power is high during `loads` and low in the rests around them.
 
-    The fit of an offset is the share of variance over loads and rests that two levels explain (R² of a step function); `search`
-    bounds the offset. Raises MeasurementError if no step is visible, or if another offset fits almost as well (equal steps and rests).
+    The fit of an offset is the share of the variance over loads and rests that two levels explain (R² of a step function). `search` is the
+    range of offsets. Raises MeasurementError if no step is visible, or if another offset fits almost as well, because steps and rests are
+    equal.
     """
     if len(loads) < 2:
         raise MeasurementError(f"{len(loads)} load steps cannot align two clocks; give at least 2, of different lengths")
@@ -71,9 +71,9 @@ def clock_offset(trace: Trace, loads: Sequence[Span], *, search: Span) -> float:
 
 
 def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: FloatArray) -> FloatArray:
-    """Returns the share of variance that the two levels explain, for each offset; 0 where the power under load is not higher.
+    """Returns for each offset the share of variance that two levels explain; 0 if the power is not higher under load.
 
-    From integrals of power and of its square up to each reading; power is constant between readings.
+    It is computed from integrals of the power and of its square up to each reading. Power is taken as constant between readings.
     """
     times, values = np.array(trace.times), np.array(trace.values)
     seconds = np.diff(times)
@@ -99,14 +99,14 @@ def _fits(trace: Trace, loads: Sequence[Span], rests: Sequence[Span], offsets: F
 
 
 def shifted(trace: Trace, offset_s: float) -> Trace:
-    """Returns the trace with its times moved by an offset in seconds."""
+    """Returns the trace with `offset_s` added to its times."""
     return Trace.of(trace.facts, (Sample(t + offset_s, v) for t, v in zip(trace.times, trace.values, strict=True)))
 
 
 def with_external_meter(log: RunLog, table: Trace) -> RunLog:
-    """Returns the log with the external meter's readings, its clock aligned by the load steps, or else by the runs.
+    """Returns the log with the external meter's readings.
 
-    Raises MeasurementError when the clocks cannot be aligned.
+    The meter's clock is aligned by the load steps, or by the runs if there are none. Raises MeasurementError if that is not possible.
     """
     if slept := next((reason for _, reason in log.faults if reason.startswith(SLEPT)), None):
         raise MeasurementError(f"{slept} while the external meter's clock went on, so they cannot be aligned; measure again without sleep")
@@ -115,7 +115,8 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
         raise MeasurementError("the log holds neither load steps nor runs to align the external meter's clock with")
     gaps = sorted(b - a for a, b in pairwise(change_times(table)))
     refresh_s = max(gaps[len(gaps) // 2] if gaps else table.facts.refresh_s, 1e-6)
-    # The steps fit within a row or so. A row late, no window holds the time after it, and its lead-in takes what is late.
+    # The alignment is exact to about one row. Readings are shifted to be one row late, so that no window includes the time after it. The
+    # lead-in of a window covers the lateness.
     trace = shifted(table, offset_of(table, steps) + refresh_s)
     characteristics = Characteristics(
         refresh_s=refresh_s, longest_gap_s=max(gaps, default=refresh_s), lag_s=refresh_s, zero_rate=0.0, read_s=0.0
@@ -131,7 +132,7 @@ def with_external_meter(log: RunLog, table: Trace) -> RunLog:
 
 
 def offset_of(table: Trace, steps: Sequence[Span]) -> float:
-    """Returns the seconds to add to the table's times, wherever in it the steps are. Raises MeasurementError."""
+    """Returns the seconds to add to the table's times. The steps may be anywhere in the table. Raises MeasurementError."""
     span = table.times[-1] - table.times[0]
     if span > MAX_RECORDING_S:
         raise MeasurementError(f"the external recording lasts {span:.0f} s; cut it to the run, at most {MAX_RECORDING_S:.0f} s")
@@ -139,9 +140,10 @@ def offset_of(table: Trace, steps: Sequence[Span]) -> float:
 
 
 def _pauses(trace: Trace) -> list[tuple[float, str]]:
-    """Returns the times at which a counter's recording stopped and went on: it counted nothing between, so no window may span them.
+    """Returns the times at which a counter's recording stopped and continued.
 
-    A logger that is started again and appends to its table, and whose program adds up the joules, leaves such a gap. A register counts on.
+    Between these times nothing was counted, so no window may include them. Such a gap appears if a logging program adds up the joules
+    itself, is restarted, and appends to its table. A meter's own register counts on and leaves no such gap.
     """
     if trace.facts.kind is not Kind.COUNTER:
         return []
@@ -161,13 +163,13 @@ ESTIMATE, REPLAY, EXTERNAL = "estimate", "replay", "external"
 VIRTUAL = "estimate or estimate:IDLE,CORE (watts: a model, no measurement), replay:RUN.jsonl (a recording)"
 LONGEST_ROW_S = 120.0
 _ADVICE = "write estimate:IDLE,CORE such as estimate:2.5,4"
-UNKNOWN_ERROR = 1.0  # with watts that somebody typed, the figure may be nothing, or double
+UNKNOWN_ERROR = 1.0  # relative error of watts that a user typed: the true figure may be 0 or double
 
 
 class PendingExternalMeter:
-    """A meter in the supply line or at the wall whose table is read after the run. It returns no readings.
+    """A meter in the supply line or at the wall, whose table is read after the run. It returns no readings.
 
-    `refresh_s`: seconds between its rows; `table`: where it writes them meanwhile, if that is known.
+    `refresh_s` is the seconds between its rows. `table` is the file to which it writes them during the run, if that is known.
     """
 
     def __init__(self, refresh_s: float = 1.0, table: Path | None = None) -> None:
@@ -180,16 +182,16 @@ class PendingExternalMeter:
             refresh_s=refresh_s,
             resolution=0.001,
             poll_s=max(1.0, refresh_s),
-            lag_s=refresh_s,  # what the alignment of the clocks may be off by
+            lag_s=refresh_s,  # the possible error of the clocks' alignment
             needs="a meter in the supply line that writes a table",
             systematic="see the meter's data sheet",
         )
 
     def read(self) -> None:
-        """Returns None: the readings are in the meter's table."""
+        """Returns None, because the readings are in the meter's table."""
 
     def steps_sentence(self, loads: Sequence[tuple[float, float]]) -> str:
-        """Returns whether the load steps, spans in seconds, are visible in the table so far, or what to look for without one."""
+        """Returns a sentence that says whether the load steps are visible in the table so far, or without a table, what to check."""
         if self.table is None:
             longest = max(end - start for start, end in loads)
             return (
@@ -204,9 +206,10 @@ class PendingExternalMeter:
 
 
 def external_meter(name: str | None) -> PendingExternalMeter | None:
-    """Returns the meter of `external`, `external:SECONDS` between its rows, `external:TABLE` that it writes meanwhile, or
-    `external:SECONDS:TABLE`; None for other names. Raises MeterError for seconds or a table that cannot be.
-    """
+    """Returns the meter for `external`, `external:SECONDS`, `external:TABLE` or `external:SECONDS:TABLE`; None for other names.
+
+    SECONDS are the time between its rows, and TABLE is the file that it writes during the run. Raises MeterError for impossible seconds or
+    an unusable table."""
     kind, *parts = (name or "").split(":", 2)
     if kind != EXTERNAL:
         return None
@@ -226,13 +229,13 @@ def external_meter(name: str | None) -> PendingExternalMeter | None:
 
 
 def requested_meter(system: System, findings: Sequence[Finding], name: str | None) -> Meter | None:
-    """Returns the found or virtual meter of this name, the best usable one without a name, or None. Raises MeterError."""
+    """Returns the found or virtual meter with this name; without a name, the best usable one, or None. Raises MeterError."""
     virtual = None if any(finding.name == name for finding in findings) else virtual_meter(system, name)
     return virtual or choose_meter(findings, name)
 
 
 def virtual_meter(system: System, name: str | None) -> Meter | None:
-    """Returns the meter of `estimate:IDLE,CORE` or `replay:FILE`; None for other names. Raises MeterError for invalid values."""
+    """Returns the meter for `estimate`, `estimate:IDLE,CORE` or `replay:FILE`; None for other names. Raises MeterError for bad values."""
     kind, _, value = (name or "").partition(":")
     if kind == ESTIMATE and not value:
         return _profile_estimate(system)
@@ -248,7 +251,7 @@ def virtual_meter(system: System, name: str | None) -> Meter | None:
 
 
 def _recorded(name: str) -> Trace:
-    """Returns the readings in an energy log. Raises MeterError for a missing name and for another file, DeviceError for a broken log."""
+    """Returns the readings in an energy log. Raises MeterError for a missing name or another file, DeviceError for a broken log."""
     if not name:
         raise MeterError(f"{REPLAY}: names no recording; give a file, such as {REPLAY}:RUN.jsonl")
     path = Path(name)
@@ -258,7 +261,7 @@ def _recorded(name: str) -> Trace:
 
 
 def _profile_estimate(system: System) -> EstimateMeter:
-    """The model with the watts of this device's profile. Raises MeterError where it has none."""
+    """Returns the power model with the watts of this device's profile. Raises MeterError if the profile has none."""
     device = detect_device(system)
     profile = device.profile
     if profile.idle_watts is None or profile.core_watts is None:
@@ -270,7 +273,7 @@ def _profile_estimate(system: System) -> EstimateMeter:
         system,
         idle_watts=shares * fmean(profile.idle_watts),
         core_watts=fmean(profile.core_watts),
-        # The widest of both: in between lies any mixture of idle time and work.
+        # The larger of both relative errors, which is enough for any mixture of idle time and work.
         model_error=max((high - low) / (high + low) for low, high in (profile.idle_watts, profile.core_watts)),
         origin=f"profile {profile.name}",
     )
@@ -280,11 +283,11 @@ def _has_battery(system: System) -> bool:
     try:
         return bool(batteries(system))
     except PermissionError:
-        return True  # it is there, and may not be read
+        return True  # there is a battery, but it may not be read
 
 
 class EstimateMeter:
-    """Idle watts × time + watts per busy core × this process's processor seconds: joules of a model, not of the device."""
+    """A power model: idle watts × time + watts per busy core × this process's processor seconds. Nothing is measured."""
 
     def __init__(
         self,
@@ -296,7 +299,7 @@ class EstimateMeter:
         model_error: float = UNKNOWN_ERROR,
         origin: str = "given",
     ) -> None:
-        """`busy_seconds`: processor seconds of this process without its children. Raises MeterError for watts outside 0 to 1000."""
+        """`busy_seconds` returns this process's processor seconds, without its children. Raises MeterError for watts outside 0 to 1000."""
         for name, watts in (("idle", idle_watts), ("core", core_watts)):
             if not (math.isfinite(watts) and 0 <= watts <= 1000):
                 raise MeterError(f"{name} watts of a power model must be 0 to 1000, not {watts}")
@@ -323,7 +326,7 @@ class EstimateMeter:
 
 
 class ReplayMeter:
-    """Returns the recorded values at the same times after the start as in the recording."""
+    """Replays a recording: returns its values at the same times after the start."""
 
     def __init__(self, system: System, trace: Trace) -> None:
         if not trace.times:
@@ -333,7 +336,7 @@ class ReplayMeter:
         self.facts = replace(trace.facts, name=f"{REPLAYED}{trace.facts.name}", notes=(*trace.facts.notes, "replayed from a recording"))
 
     def read(self) -> Sample:
-        """Returns the recorded value; raises MeterError past the end of the recording."""
+        """Returns the recorded value. Raises MeterError after the end of the recording."""
         now = self._system.clock()
         elapsed = now - self._begin
         if elapsed > self._trace.times[-1] - self._trace.times[0] + self._trace.facts.poll_s:

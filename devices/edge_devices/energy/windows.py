@@ -1,4 +1,4 @@
-"""Energy of a window of time, and of the phases within it."""
+"""The energy of a window of time, and of the phases within it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from edge_devices.energy.recorder import Characteristics
 from edge_devices.errors import MeasurementError
 from edge_devices.meters.base import Kind, Trace
 
-# A window's energy is a difference of a counter or the integral of a sampler. Near its edges, readings still reflect the time outside.
-# Where the same work went on for the lead-in before the window, readings are late by the same at both edges, and all of them count. Else
-# the lead-in is left out, and the mean power of the rest is multiplied by the window's whole length: it always begins with a prefill.
+# A window's energy is the difference of a counter, or the integral of a sampler. Near a window's edges, readings still show the time
+# outside. If the same work ran for the lead-in before the window, readings are late by the same time at both edges, so all of them are
+# used. Otherwise the lead-in is left out, and the mean power of the rest is multiplied by the whole length, because every window begins
+# with a prefill.
 
 MIN_UPDATES = 8
-LONGEST_GAP = 3  # no value stands for longer than so many refreshes, or readings where those are less frequent
-FAST = 1000  # a counter with so many updates per window needs no lead-in and no update times
+LONGEST_GAP = 3  # a value is valid for at most this many refreshes, or readings if these are less frequent
+FAST = 1000  # a counter with this many updates per window needs no lead-in and no update times
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowEnergy:
-    """One window. `error_watts`: standard error of the power, with `freedom` degrees of freedom; `resolution_watts`: the
-    meter's resolution; `updates`: new values; `longest_gap_s`: longest time without one; `observed_s`: seconds the figure is based on;
-    `missing_s`: those within gaps in which nothing was read, for which the mean of the others stands.
-    """
+    """The energy of one window.
+
+    `error_watts` is the standard error of the power, with `freedom` degrees of freedom. `resolution_watts` is the meter's resolution.
+    `updates` counts new values, and `longest_gap_s` is the longest time without one. The figure is based on `observed_s` seconds.
+    `missing_s` are seconds in gaps without readings, for which the mean of the others is used."""
 
     start_s: float
     end_s: float
@@ -46,14 +48,14 @@ class WindowEnergy:
 
     @property
     def joules(self) -> float:
-        """Mean power × length."""
+        """Mean power × length of the window."""
         return self.watts * self.seconds
 
 
 def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float = 0.0) -> WindowEnergy:
-    """Returns the energy of [start_s, end_s]. `lead_s`: seconds of the same work before it.
+    """Returns the energy of [start_s, end_s]. The same work ran for `lead_s` before it.
 
-    Raises MeasurementError when the trace does not cover it.
+    Raises MeasurementError if the trace does not cover it.
     """
     if not start_s < end_s:
         raise MeasurementError(f"the window from {start_s} to {end_s} s has no length")
@@ -63,10 +65,10 @@ def measure_window(trace: Trace, start_s: float, end_s: float, meter: Characteri
 
 
 def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float) -> WindowEnergy:
-    """ΔE / Δt between the first and the last new value inside; after a lead-in between the readings at the edges, both as late.
+    """Computes a counter's mean power: ΔE / Δt between the first and the last new value in the window.
 
-    Error of one edge: uniform over its possible delay (variance t²/12). The rest of the window is assumed
-    to be like the inside, within its scatter.
+    After a lead-in, the readings at the edges are used, because both are late by the same time. The error of an edge is uniform over its
+    possible delay t (variance t²/12). The part of the window that is not covered is assumed to be like the rest, within its scatter.
     """
     led = lead_s >= meter.refresh_s > 0
     fast = led or meter.refresh_s * FAST <= end_s - start_s
@@ -102,10 +104,10 @@ def _difference(trace: Trace, start_s: float, end_s: float, meter: Characteristi
 
 
 def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics, lead_s: float) -> WindowEnergy:
-    """Mean of the values, each held until the next reading; error from the number of independent new values (AR(1): N(1-r)/(1+r)).
+    """Computes a sampler's mean power: the mean of the values, each of which is held until the next reading.
 
-    After a gap nobody knows what the value before it stood for: there it is held for a refresh, and the rest is assumed to be like what
-    was read, within its scatter.
+    The error follows from the number of independent new values (AR(1): N(1-r)/(1+r)). Before a long gap, a value is held only for one
+    refresh, and the rest of the gap is assumed to be like what was read, within its scatter.
     """
     begin = start_s + max(0.0, meter.lead_in_s - lead_s)
     if begin >= end_s:
@@ -113,7 +115,7 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
     inside = trace.span(begin, end_s)
     if not inside or trace.times[inside[0]] >= end_s:
         raise MeasurementError(f"the recording holds no reading between {begin:.3f} and {end_s:.3f} s; let the meter run during the work")
-    # A gap as long as during characterisation is normal for the meter.
+    # Gaps as long as in the characterisation are normal for the meter.
     hold_s = max(LONGEST_GAP * meter.refresh_s, LONGEST_GAP * trace.facts.poll_s, 1.5 * meter.longest_gap_s)
     if lead_s >= meter.lead_in_s and inside[0] > 0:
         inside = range(inside[0] - 1, inside.stop)
@@ -142,9 +144,10 @@ def _integral(trace: Trace, start_s: float, end_s: float, meter: Characteristics
 
 
 def change_within(trace: Trace, windows: Sequence[WindowEnergy], meter: Characteristics) -> float:
-    """Returns by how many watts the power changes from the first to the second half of windows, on average; 0 where halves are too short.
+    """Returns by how many watts the power changes from the first to the second half of a window, on average.
 
-    A phase alone makes a device warmer or cooler than requests do, the more the longer its windows are, and leakage and clocks follow.
+    It is 0 if the halves are too short. A single phase makes a device warmer or cooler than requests do, more so in longer windows, and
+    leakage and clocks change with the temperature.
     """
     changes = []
     for window in windows:
@@ -156,7 +159,7 @@ def change_within(trace: Trace, windows: Sequence[WindowEnergy], meter: Characte
 
 
 def rise_within(trace: Trace, window: WindowEnergy, meter: Characteristics) -> float:
-    """Returns by how many watts the second half of what a window observed is above the first; 0 where halves are too short."""
+    """Returns by how many watts the second half of a window's observed part is above the first; 0 if the halves are too short."""
     begin_s = window.end_s - window.observed_s
     middle_s = (begin_s + window.end_s) / 2
     with contextlib.suppress(MeasurementError):
@@ -171,7 +174,7 @@ def fresh_values(trace: Trace, start_s: float, end_s: float) -> list[float]:
 
 
 def sampling_error(values: list[float]) -> tuple[float, float]:
-    """Standard error of a mean of correlated values, and its degrees of freedom; infinite for fewer than 3 values."""
+    """Returns the standard error of the mean of correlated values, and its degrees of freedom; infinite for fewer than 3 values."""
     if len(values) < 3:
         return math.inf, 1.0
     mean = fmean(values)
@@ -190,19 +193,20 @@ def _longest_gap(times: list[float], start_s: float, end_s: float) -> float:
     return max(b - a for a, b in pairwise(edges))
 
 
-# Prefill, draft and verify are too short for any meter. Calibrated: a loop of each phase alone gives its power, and power × seconds of the
-# phases gives their *shares* of the joules that the window measured. The joules are always the window's; what the calibration got wrong
-# moves them from one phase to another only. Time-proportional: without known powers all phases are assumed to take the mean power.
+# Prefill, draft and verify are too short for any meter. There are two methods. Calibrated: a loop of each single phase gives its power, and
+# power × seconds of the phases gives their *shares* of the joules that were measured in the window. The sum is always the window's joules,
+# so an error of the calibration can only move joules from one phase to another. Time-proportional: if powers are unknown, all phases are
+# assumed to have the mean power.
 
-ENCODE, PREFILL, OTHER = "encode", "prefill", "other"  # encode: images and sound; other: between requests, in no phase
+ENCODE, PREFILL, OTHER = "encode", "prefill", "other"  # encode: images and sound; other: time in no phase, between requests
 NO_DECODING = frozenset((ENCODE, PREFILL, OTHER))
 CLOSURE = 0.05
-MIN_OTHER = 0.001  # share of the window: less time in no phase is the clock's
+MIN_OTHER = 0.001  # share of the window; less time in no phase is an inaccuracy of the clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseWatts:
-    """Power of one phase, with its standard error and the degrees of freedom of that."""
+    """The power of one phase, with its standard error and the error's degrees of freedom."""
 
     watts: float
     error: float = 0.0
@@ -211,10 +215,11 @@ class PhaseWatts:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseShares:
-    """Joules per phase; their sum is the window's. `method`: measured (one phase), calibrated or time_proportional.
+    """Joules per phase. Their sum is the window's joules.
 
-    `closure`: (calibrated power × seconds - measured) / measured, None where not tested; `closes`: within the tolerance.
-    `errors`: relative standard error of each phase's power, with degrees of freedom.
+    `method` is measured (a single phase), calibrated or time_proportional. `closure` is (calibrated power × seconds - measured) / measured;
+    None if it was not tested. `closes` says whether that is within the tolerance. `errors` holds the relative standard error of each
+    phase's power, with degrees of freedom.
     """
 
     joules: Mapping[str, float]
@@ -224,7 +229,7 @@ class PhaseShares:
     errors: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def sensitivity(self, phases: Collection[str]) -> dict[str, float]:
-        """Returns d ln(joules of `phases`) / d ln(power of a phase), for every phase; 0 for all if `phases` are all or none."""
+        """Returns d ln(joules of `phases`) / d ln(power of a phase) for every phase. All are 0 if `phases` are all phases or none."""
         total, inside = sum(self.joules.values()), sum(j for phase, j in self.joules.items() if phase in phases)
         if total <= 0 or inside <= 0:
             return dict.fromkeys(self.joules, 0.0)
@@ -240,11 +245,11 @@ def share_out(
     window_s: float | None = None,
     idle_watts: float = 0.0,
 ) -> PhaseShares:
-    """Divides a window's joules among its phases. `powers`: of the calibrated phases.
+    """Divides a window's joules among its phases.
 
-    Time of the window in no phase takes between idle power and the mean. A phase of unknown power may take anything from idle power to as
-    far above the mean: both are errors of the shares. Calibrated powers close when power × seconds is within 5 % of what was measured,
-    or within two standard errors of it.
+    `powers` are those of calibrated phases. Time in no phase is assumed to have a power between idle power and the mean. A phase of unknown
+    power may have any power from idle to the same distance above the mean. Both uncertainties are errors of the shares. Calibrated powers
+    close if power × seconds is within 5 % or two standard errors of what was measured.
     """
     total = sum(seconds.values())
     if total <= 0:

@@ -1,1 +1,1 @@
-"""Meters in the supply line: their tables, and the offset of their clocks."""
+"""Reads the tables of external meters, which sit in the supply line."""

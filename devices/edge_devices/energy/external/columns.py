@@ -1,4 +1,4 @@
-"""Columns and cells of an external meter's table: which quantity and unit a column holds, and the numbers and times in it."""
+"""Columns and cells of an external meter's table: the quantity and unit of a column, and the numbers and times in its cells."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "energy": ("j", "e", "energy", "joule", "joules", "energie", "consumption", "verbrauch"),
 }
 _QUANTITY_WORDS = {word: quantity for quantity, words in _WORDS.items() for word in words}
-_COMPOUNDS = {"leistung": "power", "spannung": "voltage", "energie": "energy"}  # German writes a noun and its attribute together
-_NOT_POWER = ("schein", "blind")  # apparent and reactive
-# Words of other quantities, extremes, thresholds, and energy that flows the other way.
+_COMPOUNDS = {"leistung": "power", "spannung": "voltage", "energie": "energy"}  # endings of German compound nouns
+_NOT_POWER = ("schein", "blind")  # beginnings of German words for apparent and reactive power
+# Words for other quantities, extremes, thresholds, and energy that flows in the other direction.
 _OTHERS = frozenset(
     (
         *("d", "dp", "dn", "resistance", "temp", "temperature", "capacity", "ripple", "reactive", "apparent", "aprt", "factor", "cost"),
@@ -60,14 +60,15 @@ _OTHERS = frozenset(
         *("returned", "return", "ret", "export", "exported", "yesterday"),
     )
 )
-_SECOND_LINES = frozenset(("usb", "aux"))  # beside the supply: taken where nothing else is there
+_SECOND_LINES = frozenset(("usb", "aux"))  # lines beside the supply, used only if there are no other columns
 _OTHER_UNITS = frozenset(
     ("c", "f", "hz", "khz", "mhz", "ghz", "rpm", "va", "kva", "var", "ah", "mah", "ohm", "db", "dbm", "ticks", "samples", "count")
 )
-_NUMBERED = frozenset(("phase", "channel", "ch", "port", "probe", "line", "sensor", "device", "output", "input"))  # "Phase A" is no ampere
+_NUMBERED = frozenset(("phase", "channel", "ch", "port", "probe", "line", "sensor", "device", "output", "input"))  # a letter after these is
+# a name: "Phase A" is not amperes
 COARSE = frozenset(
     unit for unit in UNITS["energy"] if unit.endswith("wh")
-)  # steps of several joules: watts, where there are any, are finer
+)  # these have steps of several joules, so a column of watts is preferred
 MARKS = {"comma": ",", "point": "."}
 COLUMNS_HELP = (
     "Columns of the --external table, if they are not recognised: time=, voltage=, current=, power= or energy=NAME (or its number from 1),"
@@ -79,7 +80,7 @@ _NAMES_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column: its number from 0, and the factor to SI units. `unit` is empty where the table names none."""
+    """One column: its index from 0, and the factor to SI units. `unit` is empty if the table does not name one."""
 
     index: int
     name: str
@@ -88,15 +89,16 @@ class Column:
     unit: str = ""
 
     def in_unit(self, unit: str) -> Column:
-        """Returns the column with another unit of its quantity."""
+        """Returns the column with another unit of the same quantity."""
         return Column(index=self.index, name=self.name, quantity=self.quantity, factor=UNITS[self.quantity][unit], unit=unit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `--columns` says: names or numbers (from 1) by quantity, `unit` of the figure, `time_unit`, `device` of a table with several,
-    `decimal`, the mark of decimals, and volts of a table without.
-    """
+    """The value of `--columns`.
+
+    `names` holds columns' names or numbers (from 1) by quantity, and `unit` the unit of the figure. `device` selects a device in a table
+    with several. `decimal` is the decimal mark. `volts` is the voltage if the table has none."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     unit: str = ""
@@ -151,12 +153,12 @@ def _volts(text: str) -> float:
 
 
 def simple(text: str) -> str:
-    """Returns a name in small letters with u for µ."""
+    """Returns a name in lower case, with u instead of µ."""
     return text.lower().replace("µ", "u").replace("μ", "u").strip()
 
 
 class Meaning(NamedTuple):
-    """What a column's name says: its quantity or None, its unit or "", and whether it is of a second line beside the supply."""
+    """The meaning of a column's name: its quantity or None, its unit or "", and whether it is of a second line beside the supply."""
 
     quantity: str | None
     unit: str
@@ -167,8 +169,8 @@ _NOTHING = Meaning(None, "")
 
 
 def meaning(name: str) -> Meaning:
-    """Returns what a column's name says. The unit decides; without one the last word that names a quantity does ("current power")."""
-    # powerMilliwatts, PowerW and currentmA are several words.
+    """Returns the meaning of a column's name. A unit decides; without one, the last word for a quantity does ("current power")."""
+    # Separates the words of names such as powerMilliwatts, PowerW and currentmA.
     apart = re.sub(r"(?<=[a-z]{2})([numkµμ]?(?:Wh|[WAVJ]))$", r" \1", re.sub(r"(?<=[a-z]{2})(?=[A-Z][a-z])", " ", name))
     text = re.sub(r"watt[- ]?hours?|w\s?[·⋅*]\s?h\b", "wh", simple(apart))
     outside, unit, foreign = re.sub(r"[(\[{].*?[)\]}]", " ", text), "", "%" in text or "°" in text
@@ -183,16 +185,16 @@ def meaning(name: str) -> Meaning:
     words = [quantity for token in tokens if (quantity := _quantity_word(token, alone=len(tokens) == 1))]
     if "".join(tokens) in _QUANTITY_WORDS:  # last_changed
         words.append(_QUANTITY_WORDS["".join(tokens)])
-    if len(set(words)) > 1 and "current" in words:  # the present power, not amperes
+    if len(set(words)) > 1 and "current" in words:  # "current power" is the present power, not amperes
         words = [word for word in words if word != "current"]
     quantity = words[-1] if words else None
     loose = _loose_unit(tokens)
-    if not unit or (loose and _QUANTITY_OF[loose] == quantity != _QUANTITY_OF[unit]):  # "Active energy Wh(A)": of the phase A
+    if not unit or (loose and _QUANTITY_OF[loose] == quantity != _QUANTITY_OF[unit]):  # in "Active energy Wh(A)", A is a phase
         unit = loose
     if foreign or any(token.startswith(_NOT_POWER) for token in tokens):
         return _NOTHING
     if unit and (len(tokens) > 1 or not tokens or tokens[0] != unit) and (quantity == "time") != (_QUANTITY_OF[unit] == "time"):
-        return _NOTHING  # such as the seconds of a voltage's rise
+        return _NOTHING  # for example the seconds that a voltage takes to rise
     others = _OTHERS & set(tokens)
     if others and not (quantity == "time" and others <= {unit}):
         return _NOTHING
@@ -200,14 +202,14 @@ def meaning(name: str) -> Meaning:
 
 
 def _quantity_word(token: str, *, alone: bool) -> str | None:
-    """Returns the quantity that a word names; a single letter names one only where it is the whole name."""
+    """Returns the quantity that a word names. A single letter names one only if it is the whole name."""
     if len(token) == 1 and not alone:
         return None
     return _QUANTITY_WORDS.get(token) or next((quantity for end, quantity in _COMPOUNDS.items() if token.endswith(end)), None)
 
 
 def _loose_unit(tokens: Sequence[str]) -> str:
-    """Returns the unit among words without brackets, as in "power_mW", "mA current" or "W (total)"; "" without one."""
+    """Returns a unit that is not in brackets, as in "power_mW", "mA current" or "W (total)"; "" if there is none."""
     named = {quantity for token in tokens if (quantity := _quantity_word(token, alone=False))}
     for at in reversed(range(len(tokens))):
         token = tokens[at]
@@ -223,7 +225,7 @@ def _loose_unit(tokens: Sequence[str]) -> str:
 
 
 def candidates(header: Sequence[str]) -> dict[str, list[Column]]:
-    """Returns the columns that may hold each quantity, by their names. Those of a second line count where there are no others."""
+    """Returns the columns that may hold each quantity, by their names. Those of a second line are used only if there are no others."""
     found: dict[str, list[tuple[bool, Column]]] = {}
     for index, name in enumerate(header):
         means = meaning(name)
@@ -238,7 +240,7 @@ def candidates(header: Sequence[str]) -> dict[str, list[Column]]:
 
 
 def named_column(header: Sequence[str], quantity: str, name: str, unit: str) -> Column:
-    """Returns the column of this name, or of this number from 1, in a `unit` of its quantity if one is given. Raises MeterError."""
+    """Returns the column with this name or number (from 1), in `unit` if that is one of its quantity. Raises MeterError."""
     places = [index for index, column in enumerate(header) if simple(column) == simple(name)]
     if len(places) > 1:
         numbers = ", ".join(str(index + 1) for index in places)
@@ -259,28 +261,28 @@ def named_column(header: Sequence[str], quantity: str, name: str, unit: str) -> 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns names for a message, the first of many."""
+    """Returns names for a message; of many, only the first ones."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more
 
 
 DAY_S = 86400.0
-DATED_S = 1e7  # times from here on are dates; clock times are below, of which dates that are not ISO 8601 keep the hours alone
-HELD_S = 60.0  # a logger that stamps packets is behind by less
-EPOCHS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))  # numbers from here on are an epoch in nano-, micro- or milliseconds
-SLOW_ROWS_S = 100.0  # rows further apart, and not by whole minutes, are rather milliseconds of which nobody says so
+DATED_S = 1e7  # larger times are dates, smaller ones are clock times; of dates that are not ISO 8601, only the clock time is read
+HELD_S = 60.0  # a logger that stamps whole packets goes back in time by less
+EPOCHS = ((1e17, 1e-9), (1e14, 1e-6), (1e11, 1e-3))  # numbers of at least this size are nano-, micro- or milliseconds since 1970
+SLOW_ROWS_S = 100.0  # if rows are further apart, and not by whole minutes, times are probably milliseconds
 CLOCK = re.compile(r"(\d{1,3}):(\d{2})(?::(\d{2}(?:[.,:]\d{1,9})?))?\s*([ap]m)?", re.IGNORECASE)
-MINUTES = re.compile(r"(\d{1,3}):(\d{2}[.,]\d{1,9})")  # mm:ss.s, as spreadsheets show it
+MINUTES = re.compile(r"(\d{1,3}):(\d{2}[.,]\d{1,9})")  # mm:ss.s, as spreadsheets show times
 OVERLOADS = frozenset(("ol", "inf", "+inf", "-inf", "infinity", "overload", "overflow", "ovld", "over"))
 _CELL = re.compile(r"([+-]?[\d.,]*\d[.,]?(?:[eE][+-]?\d{1,3})?)\s*([a-zA-Zµμ]*)")
 _GROUPED = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?")
 _SWAPPED = str.maketrans(",.", ".,")
 _BLANKS = re.compile(r"(?<=\d)[\s'\u2019\u00a0\u202f](?=\d{3}(?!\d))")  # between groups of three digits
-Reading = tuple[float | None, float | None]  # with decimal points, and with decimal commas; None: not a number then
+Reading = tuple[float | None, float | None]  # a number read with decimal points, and with decimal commas; None if it is not one
 
 
 def readings_of(text: str) -> tuple[Reading, str]:
-    """Returns what a cell's number is under both marks of decimals, and the unit behind it."""
+    """Returns a cell's number read with either decimal mark, and the unit after it."""
     cell = _CELL.fullmatch(_BLANKS.sub("", text.strip().replace("\u2212", "-")))
     if cell is None:
         return (None, None), ""
@@ -300,23 +302,23 @@ def _with_points(text: str) -> float | None:
 
 
 def is_number(text: str) -> bool:
-    """Returns whether a cell holds a number, perhaps with a unit behind it."""
+    """Returns whether a cell holds a number, perhaps followed by a unit."""
     reading, unit = readings_of(text)
     return reading != (None, None) and (not unit or any(simple(unit) in units for units in UNITS.values()))
 
 
 class Numbers:
-    """The numbers of one column under both marks of decimals, and which marks they can only have."""
+    """The numbers of one column, read with both decimal marks, and the marks that its cells prove."""
 
     def __init__(self, name: str, units: Mapping[str, float], factor: float) -> None:
-        """`factor`: of cells that name no unit; `units`: those that a cell may name."""
+        """`units` are those that a cell may name; `factor` applies to cells without a unit."""
         self.name, self._units, self._factor = name, units, factor
         self.marks: set[str] = set()
-        self.unsure: set[str] = set()  # marks that may be either
+        self.unsure: set[str] = set()  # marks that may be decimal or separate thousands
         self._kept: dict[str, array[float]] = {".": array("d"), ",": array("d")}
 
     def parse(self, text: str, unit: str = "") -> Reading | None:
-        """Returns a cell's number in SI units; None where it holds none. `unit`: from another column of the row."""
+        """Returns a cell's number in SI units; None if it holds none. `unit` is from another column of the row."""
         (point, comma), own = readings_of(text)
         if point is None and comma is None:
             return None
@@ -336,14 +338,15 @@ class Numbers:
             self._kept[mark].append(math.nan if value is None else value)
 
     def values(self, mark: str) -> array[float]:
-        """Returns the column's numbers with this mark of decimals."""
+        """Returns the column's numbers read with this decimal mark."""
         return self._kept[mark]
 
 
 def decimal_mark(columns: Sequence[Numbers], chosen: str) -> list[str]:
-    """Returns the mark of decimals of each column: `chosen`, else what its cells can only be, else what the others' are.
+    """Returns the decimal mark of each column.
 
-    "?" where commas may be either. Raises MeterError for a column that has both.
+    It is `chosen`, else what its own cells prove, else what the other columns prove. It is "?" if commas may be either. Raises MeterError
+    for a column that has both marks.
     """
     found = []
     everywhere = set[str]().union(*(column.marks for column in columns))
@@ -364,11 +367,11 @@ class Times:
         self.stamps = array("d")
 
     def parse(self, text: str) -> Reading | float | None:
-        """Returns both readings of a number, the seconds of a stamp, or None for what is neither."""
+        """Returns both readings of a number, or the seconds of a date or clock time, or None."""
         return self.numbers.parse(text) or stamp_seconds(text)
 
     def add(self, time: Reading | float) -> None:
-        """Appends a time of `parse`. Raises MeterError where a column has numbers and stamps."""
+        """Appends a time of `parse`. Raises MeterError if the column has both numbers and dates or clock times."""
         if isinstance(time, float):
             self.stamps.append(time)
         else:
@@ -377,12 +380,12 @@ class Times:
             raise MeterError(f"the column {self._column.name!r} has numbers and times of day; cut the table to one recording")
 
     def seconds(self, mark: str) -> Sequence[float]:
-        """Returns the seconds of all rows. Raises MeterError for numbers that are rather milliseconds."""
+        """Returns the seconds of all rows. Raises MeterError for numbers that are probably milliseconds."""
         if self.stamps:
             return self.stamps
         values, column = self.numbers.values("," if mark == "," else "."), self._column
         scale = next((scale for smallest, scale in EPOCHS if values and abs(values[0]) * column.factor >= smallest), 0.0)
-        if scale:  # no clock stands there in the unit that the header names
+        if scale:  # such large numbers are an epoch, whatever unit the header names
             return array("d", (value * scale for value in values))
         if not column.unit and len(values) > 2:
             steps = [b - a for a, b in pairwise(values) if b != a]
@@ -395,9 +398,9 @@ class Times:
 
 
 def stamp_seconds(text: str) -> float | None:
-    """Returns the seconds of a date or a clock time, of which only differences count; None for anything else.
+    """Returns the seconds of a date or a clock time; None for anything else.
 
-    Of a date that is not ISO 8601 the clock time is read alone; `Timeline` counts the days.
+    Only differences of the result are meaningful. Of a date that is not ISO 8601, only the clock time is read; `Timeline` counts the days.
     """
     try:
         moment = datetime.fromisoformat(text.strip().replace(",", "."))
@@ -414,9 +417,10 @@ def stamp_seconds(text: str) -> float | None:
 
 
 class Timeline:
-    """Makes the times of a table's rows go on: past midnight, over packets with one stamp, and where the meter's clock was set.
+    """Turns the times of a table's rows into times that never go back.
 
-    `jumps` are the seconds by which it was set, forward above 0.
+    It continues after midnight, over packets whose rows have the same stamp, and where the meter's clock was set. `jumps` are the seconds
+    by which it was set, above 0 if forward.
     """
 
     def __init__(self) -> None:
@@ -425,10 +429,11 @@ class Timeline:
         self._last: float | None = None
 
     def time_of(self, seconds: float) -> float:
-        """Returns the time of the next row, whose cell has these seconds: never before the last one's.
+        """Returns the time of the next row, whose cell has these seconds. It is never before that of the last row.
 
-        A time a little in the past is held (packets), a clock time after midnight is the next day's. No measurement pauses for half a day,
-        and nothing goes back by a minute: then the clock was set, and the row comes as long after the last one as that came.
+        A time that is a little earlier is replaced by the last time (packets). A clock time after midnight is taken as the next day's.
+        Larger steps, back by more than a minute or forward by half a day, mean that the clock was set; then the row follows the last one at
+        the previous spacing.
         """
         if self._last is None:
             self._last = seconds

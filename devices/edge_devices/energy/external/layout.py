@@ -1,4 +1,4 @@
-"""From the first rows of a meter's table, which columns are taken; from all rows, the readings that count."""
+"""Finds the columns to use from the first rows of a meter's table, and checks and cleans the readings of all rows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from edge_devices.energy.external.columns import (
 )
 from edge_devices.errors import MeterError
 
-PREAMBLE = 200  # rows from which the layout follows; the header is among the first of them
+PREAMBLE = 200  # the layout is found from this number of first rows
 UNIT_COLUMNS = frozenset(("unit", "units", "einheit", "unit_of_measurement"))
 Row = tuple[int, list[str]]  # the line's number in the file, and its cells
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableLayout:
-    """How the rows of one table are read: the time, and the columns whose product, times `volts`, is the figure.
+    """How to read the rows of a table: the column of times, and the columns whose product, times `volts`, is the figure.
 
-    `first`: rows before the figures; `unit_column`: the column that holds each row's unit.
+    `first` is the number of rows before the figures. `unit_column` is the column with each row's unit, if there is one.
     """
 
     header: list[str]
@@ -48,7 +48,7 @@ class TableLayout:
 
     @property
     def what(self) -> str:
-        """The columns that were taken, in words."""
+        """The columns of the figure, in words."""
         names = " × ".join(
             f"{column.name!r}" + ("" if column.unit or meaning(column.name).unit else " (no unit named)") for column in self.factors
         )
@@ -56,7 +56,7 @@ class TableLayout:
 
 
 def layout_of(head: Sequence[Row], choice: Choice) -> TableLayout:
-    """Returns how to read the table that begins with these rows. Raises MeterError where columns are unknown, or several may be meant."""
+    """Returns how to read the table that begins with these rows. Raises MeterError if columns are unknown or ambiguous."""
     rows = [row for _, row in head]
     at = _header_at(rows, choice)
     if at is None:
@@ -79,13 +79,13 @@ def layout_of(head: Sequence[Row], choice: Choice) -> TableLayout:
 
 
 def is_header(row: Sequence[str]) -> bool:
-    """Returns whether a row names a time and a figure."""
+    """Returns whether a row names columns for a time and a figure."""
     found = candidates(row)
     return "time" in found and len(found) > 1
 
 
 def _header_at(rows: Sequence[Sequence[str]], choice: Choice) -> int | None:
-    """Returns the row of the header: the last one before the figures that names what is needed; None without one."""
+    """Returns the index of the header, which is the last row before the figures that names what is needed; None if there is none."""
     names = {simple(name) for name in choice.names.values() if not name.isdecimal()}
     at = None
     for number, row in enumerate(rows):
@@ -107,13 +107,13 @@ def _is_time(row: Sequence[str], index: int) -> bool:
 
 
 def _is_figures(row: Sequence[str]) -> bool:
-    """Returns whether a row holds figures only: a time and at least one number."""
+    """Returns whether a row holds only figures: a time and at least one number."""
     numbers = [is_number(cell) for cell in row]
     return len(row) > 1 and all(n or stamp_seconds(cell) is not None for n, cell in zip(numbers, row, strict=True)) and any(numbers[1:])
 
 
 def _is_units(row: Sequence[str]) -> bool:
-    """Returns whether a row below the header holds units: no number, and at least one unit of a figure."""
+    """Returns whether a row below the header holds units: it has no digits, and at least one unit."""
     bare = [simple(cell).strip("()[]{} ") for cell in row]
     return not any(any(map(str.isdigit, cell)) for cell in row) and any(cell in units for cell in bare for units in UNITS.values())
 
@@ -127,7 +127,7 @@ def _with_units(header: Sequence[str], units: Sequence[str]) -> list[str]:
 
 
 def _time(header: Sequence[str], rows: Sequence[Sequence[str]], choice: Choice) -> Column:
-    """Returns the column of the times: of several the one whose cells differ most, so a clock beside dates, and milliseconds."""
+    """Returns the column of times. Of several, it takes the one with most different cells, such as a clock beside dates."""
     if "time" in choice.names:
         return named_column(header, "time", choice.names["time"], choice.time_unit)
     best: tuple[int, Column] | None = None
@@ -151,10 +151,10 @@ _UNKNOWN = (
 
 
 def _figure(header: Sequence[str], choice: Choice) -> tuple[tuple[Column, ...], bool, float]:
-    """Returns the columns of the figure, whether they count joules, and the volts that they are multiplied with. Raises MeterError."""
+    """Returns the columns of the figure, whether it is a counter, and the volts by which it is multiplied. Raises MeterError."""
     found = candidates(header)
     named = {quantity: [named_column(header, quantity, name, choice.unit)] for quantity, name in choice.names.items() if quantity != "time"}
-    if named:  # others do not count
+    if named:  # only named columns are used then
         found = named
     found.pop("time", None)
     if choice.unit:
@@ -181,7 +181,7 @@ def _figure(header: Sequence[str], choice: Choice) -> tuple[tuple[Column, ...], 
 
 
 def _of_unit(found: dict[str, list[Column]], unit: str) -> dict[str, list[Column]]:
-    """Returns the columns that a unit of `--columns` leaves, in that unit."""
+    """Returns the columns that fit the unit of `--columns`, in that unit."""
     quantity = next(q for q, units in UNITS.items() if q != "time" and unit in units)
     if quantity not in found:
         raise MeterError(f"unit={unit} is a unit of {quantity}, and no column holds that; add {quantity}=NAME to --columns")
@@ -190,7 +190,7 @@ def _of_unit(found: dict[str, list[Column]], unit: str) -> dict[str, list[Column
 
 
 def _one(columns: Sequence[Column]) -> Column:
-    """Returns the only column. Raises MeterError where several may be meant."""
+    """Returns the only column. Raises MeterError if there are several."""
     if len(columns) > 1:
         key = columns[0].quantity
         names = listed([column.name for column in columns])
@@ -201,7 +201,7 @@ def _one(columns: Sequence[Column]) -> Column:
 
 
 def _check_mains(layout: TableLayout, rows: Sequence[Sequence[str]], choice: Choice) -> None:
-    """Raises MeterError for volts and amperes of the mains that nobody named: their product is not the power."""
+    """Raises MeterError for volts and amperes of the mains, whose product is not the power, unless the user named the columns."""
     if len(layout.factors) < 2 or "voltage" in choice.names:
         return
     volts = layout.factors[0]
@@ -214,7 +214,7 @@ def _check_mains(layout: TableLayout, rows: Sequence[Sequence[str]], choice: Cho
 
 
 def _without_header(rows: Sequence[Sequence[str]], choice: Choice) -> TableLayout:
-    """Returns the layout of a table whose first rows name nothing. Raises MeterError where it cannot be known."""
+    """Returns the layout of a table without a header. Raises MeterError if it cannot be determined."""
     at = next((number for number, row in enumerate(rows) if _is_figures(row) or _has_chosen(row, choice)), None)
     if at is None:
         raise MeterError(_UNKNOWN.format(names=listed(rows[0]) if rows else "(none)"))
@@ -230,7 +230,7 @@ def _without_header(rows: Sequence[Sequence[str]], choice: Choice) -> TableLayou
 
 
 def _has_chosen(row: Sequence[str], choice: Choice) -> bool:
-    """Returns whether a row holds a time and figures where the numbers of `--columns` say."""
+    """Returns whether a row holds a time and figures in the columns that `--columns` names by number."""
     places = {quantity: int(name) - 1 for quantity, name in choice.names.items() if name.isdecimal()}
     if len(places) < 2 or "time" not in places or len(places) < len(choice.names) or not max(places.values()) < len(row):
         return False
@@ -238,7 +238,7 @@ def _has_chosen(row: Sequence[str], choice: Choice) -> bool:
 
 
 def _guessed(rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
-    """Returns which columns of a table without a header hold what: volts and amperes after a clock time, or watts as a product."""
+    """Guesses the columns of a table without a header: volts and amperes after a clock time, or watts as a product of two columns."""
     width = len(rows[0])
     power = _product(rows) if width > 3 else None
     if power is not None:
@@ -249,7 +249,7 @@ def _guessed(rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
 
 
 def _product(rows: Sequence[Sequence[str]]) -> int | None:
-    """Returns the column that is the product of two others in every row: watts, of volts and amperes."""
+    """Returns the index of the column that is the product of two others in every row, as watts are of volts and amperes; else None."""
     table = [[_number(cell) for cell in row[1:]] for row in rows]
     if len(table) < 3 or any(cell is None for row in table for cell in row) or len({len(row) for row in table}) > 1:
         return None
@@ -266,7 +266,7 @@ def _number(cell: str) -> float | None:
 
 
 def _home_assistant(header: Sequence[str], rows: Sequence[Sequence[str]], choice: Choice) -> Choice:
-    """Returns which columns of a history export hold what: its sensor's name says whether it counts power or energy."""
+    """Returns the columns of a Home Assistant history export. The sensor's name says whether it is of power or energy."""
     words = [cell.lower() for cell in header]
     entity = words.index("entity_id") if "entity_id" in words else None
     entities = {row[entity] for row in rows if entity is not None and entity < len(row)}
@@ -281,25 +281,26 @@ def _home_assistant(header: Sequence[str], rows: Sequence[Sequence[str]], choice
     return replace(choice, names={"time": "last_changed", quantity: "state"})
 
 
-WATTS_ASSUMED = (0.05, 300.0)  # mean of a table whose columns name no unit
+WATTS_ASSUMED = (0.05, 300.0)  # plausible mean power if the columns name no unit
 WATTS_STATED = (0.001, 3000.0)
-RESTART_SHARE = 0.1  # a counter that falls below this share of its value began again
-MANY_FALLS, FALLS_SHARE = 3, 0.02  # more often than either, the column is no counter
-GLITCH_ROWS = 5  # a counter that is back after so few rows was misread
-NOISE_SHARE = 0.01  # of the figures' sum that may have the other sign
+RESTART_SHARE = 0.1  # if a counter falls below this share of its value, it was restarted
+MANY_FALLS, FALLS_SHARE = 3, 0.02  # a column that falls in more rows than both (number and share of rows) is not a counter
+GLITCH_ROWS = 5  # if a counter returns to its value within this number of rows, it was misread
+NOISE_SHARE = 0.01  # share of the figures' sum that may have the other sign
 MAX_MISSING_SHARE = 0.25
 MAINS_VOLTS = 80.0
-SAME_TIME_SHARE, UNLIKE = 0.8, 0.1  # of rows that come together, and how far the figures of their places may be apart
+SAME_TIME_SHARE, UNLIKE = 0.8, 0.1  # share of rows that come in equal groups of one time, and by how much the means of the places in a
+# group may differ
 
 
 def plausible(watts: float, *, stated: bool) -> bool:
-    """Returns whether a mean power can be that of such a device. `stated`: the table names the unit."""
+    """Returns whether a mean power is plausible for such a device. `stated` says that the table names the unit."""
     low, high = WATTS_STATED if stated else WATTS_ASSUMED
     return low <= watts <= high
 
 
 def mean_watts(times: Sequence[float], values: Sequence[float], *, counter: bool) -> float:
-    """Returns the mean power of a table's readings, whatever their sign; NaN where a reading is none."""
+    """Returns the absolute mean power of a table's readings; NaN if a reading is NaN, or for a counter without a time span."""
     if not counter:
         return abs(fmean(values))
     span = abs(times[-1] - times[0])
@@ -307,7 +308,7 @@ def mean_watts(times: Sequence[float], values: Sequence[float], *, counter: bool
 
 
 def used_watts(what: str, values: Sequence[float]) -> tuple[list[float], list[str]]:
-    """Returns the watts with use above 0, and a note where the sign was turned. Raises MeterError where use and charge alternate."""
+    """Returns the watts with consumption above 0, and a note if the sign was reversed. Raises MeterError if the sign alternates."""
     used, charged = sum(v for v in values if v > 0), -sum(v for v in values if v < 0)
     if min(used, charged) > NOISE_SHARE * (used + charged):
         share = min(used, charged) / (used + charged)
@@ -321,9 +322,10 @@ def used_watts(what: str, values: Sequence[float]) -> tuple[list[float], list[st
 
 
 def without_zeros(what: str, times: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float], list[str]]:
-    """Returns times and watts without exact zeros: no device that runs takes nothing, so they are readings that failed.
+    """Returns times and watts without exact zeros, and notes.
 
-    Zeros before the first and after the last figure are a device that was off. Raises MeterError where many are in between.
+    A running device always takes power, so zeros between other figures are failed readings, and zeros before the first and after the last
+    figure mean that the device was off. Raises MeterError if there are many in between.
     """
     kept = [i for i, value in enumerate(values) if value]
     if len(kept) == len(values) or not kept:
@@ -341,9 +343,9 @@ def without_zeros(what: str, times: Sequence[float], values: Sequence[float]) ->
 def counted_joules(
     what: str, rows: Sequence[int], times: Sequence[float], values: Sequence[float]
 ) -> tuple[list[int], list[float], list[str]]:
-    """Returns which readings of a counter count, their joules without restarts, and notes.
+    """Returns the indices of a counter's valid readings, their joules continued over restarts, and notes.
 
-    Raises MeterError for a counter that goes back, that steps by more than any supply gives, or that is none.
+    Raises MeterError if the counter goes back, if a step is larger than any supply can give, or if the column is not a counter.
     """
     spacing = median([b - a for a, b in pairwise(times) if b > a] or [1.0])
     kept, joules, notes = list[int](), list[float](), list[str]()
@@ -379,7 +381,7 @@ def counted_joules(
 
 
 def check_one_device(what: str, times: Sequence[float], values: Sequence[float]) -> None:
-    """Raises MeterError where the rows come in groups of one time whose places have figures of their own, as those of several devices."""
+    """Raises MeterError if rows come in groups with the same time whose places have different figures, as rows of several devices do."""
     groups: list[list[float]] = []
     for at, value in enumerate(values):
         if at and times[at] == times[at - 1]:

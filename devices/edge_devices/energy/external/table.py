@@ -1,7 +1,7 @@
-"""Tables of external meters: what USB meters, bench supplies, smart plugs and loggers write, from a file's bytes to a trace.
+"""Reads tables of external meters, such as USB meters, bench supplies, smart plugs and loggers, into a trace.
 
-A header line names the columns, anywhere in the first lines, and may be repeated; a line of units may follow. Without a header, columns
-are recognised where one is the product of two others, or by `--columns`. Each figure is right, or refused with its column's name.
+A header line among the first lines names the columns. It may be repeated, and a line of units may follow. Without a header, columns are
+recognised if one is the product of two others, or by `--columns`. A figure that may be wrong is refused with its column's name.
 Formats and their sources: tests/devices/meters/fixtures/tables.toml.
 """
 
@@ -48,14 +48,15 @@ from edge_devices.files.limited_read import lines_at_most
 from edge_devices.meters.base import Kind, MeterFacts, Sample, Scope, Trace
 
 MAX_ROWS = 10_000_000
-MAX_LINE_CHARS = 1 << 16  # a log of hundreds of sensors has a header of 20,000
+MAX_LINE_CHARS = 1 << 16  # the header of a log of hundreds of sensors has 20,000 characters
 SEPARATORS = ";\t|,"
 SNIFFED_LINES, SNIFFED_BYTES, SNIFFED_SHARE = 60, 1 << 16, 0.6
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yields number and cells of every line that is neither empty nor a note. Raises MeterError if it cannot be read, or for a line that
-    is too long.
+    """Yields the number and the cells of every line that is neither empty nor a note.
+
+    Raises MeterError if the file cannot be read, or if a line is too long.
     """
     try:
         with path.open("rb") as file:
@@ -66,7 +67,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, list[str]]]:
             for number, line in chain(first, lines):
                 stripped = line.strip("\r\n \0")
                 if begun and stripped.startswith("#"):
-                    continue  # a note; before the table it may be the header
+                    continue  # a note; before the table, it may be the header
                 if cells := _cells(stripped, separator):
                     begun = begun or (len(cells) > 1 and not stripped.startswith("#"))
                     yield number, cells
@@ -75,7 +76,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _encoding(head: bytes) -> str:
-    """Returns the encoding of a text that begins so; without a mark and not UTF-8 it is that of Windows."""
+    """Returns the encoding of a text by its first bytes. Text without a byte order mark that is not UTF-8 is Windows-1252."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     if len(head) > 3 and head[0] and not head[1] and head[2] and not head[3]:
@@ -88,13 +89,13 @@ def _encoding(head: bytes) -> str:
 
 
 def _separator(lines: Sequence[str]) -> str:
-    """Returns the separator of most of the last lines, as preambles have others; a blank where there is none."""
+    """Returns the separator of most of the later lines, because a preamble may have others; a blank if there is none."""
     figures = lines[len(lines) // 2 :]
     for separator in SEPARATORS:
         split = [cells for line in figures if len(cells := _split(line, separator)) > 1]
         if len(split) >= SNIFFED_SHARE * len(figures) and figures:
             if separator == "," and any(re.fullmatch(r"\d+\s{2,}-?\d+", cell.strip()) for cells in split for cell in cells):
-                continue  # decimal commas in columns of blanks
+                continue  # these are decimal commas in columns that blanks separate
             return separator
     return " "
 
@@ -104,7 +105,7 @@ def _split(line: str, separator: str) -> list[str]:
 
 
 def _cells(text: str, separator: str) -> list[str]:
-    """Returns the cells of a line; those of a line with # too, which may be the header."""
+    """Returns the cells of a line, also of one that begins with #, because that may be the header."""
     cut = text.lstrip("# ") if text.startswith("#") else text
     if separator != " ":
         return [cell.strip().strip('"') for cell in _split(cut, separator)]
@@ -123,12 +124,12 @@ NAMES = re.compile(
     re.IGNORECASE,
 )
 MOST_DEVICES = 20
-ALTERNATING_SHARE = 0.4  # of the rows at which a text changes: it tells apart what the rows are of
+ALTERNATING_SHARE = 0.4  # if a text changes at this share of the rows, it names different devices
 CHARGING = frozenset(("charging", "lädt", "laden"))
 
 
 class _Values:
-    """The values of one column: those seen, in order, and how often one follows another."""
+    """The different values of one column, in order, and how often the value changes between rows."""
 
     def __init__(self, name: str) -> None:
         self.name, self.seen, self.changes, self.rows = name, dict[str, None](), 0, 0
@@ -143,7 +144,7 @@ class _Values:
 
 
 class OtherColumns:
-    """Follows the columns of names and texts, and takes the rows of the chosen device."""
+    """Observes the columns of names and texts, and selects the rows of the chosen device."""
 
     def __init__(self, layout: TableLayout, choice: Choice, head: list[Row]) -> None:
         self._device = choice.device.lower()
@@ -157,7 +158,7 @@ class OtherColumns:
         self._skipped = dict[str, None]()
 
     def take(self, row: list[str]) -> bool:
-        """Returns whether a row counts: without a chosen device each does. Follows its texts."""
+        """Returns whether a row is of the chosen device, or of any if none is chosen; records the texts of a row that is taken."""
         cells = [(index, row[index]) for index in self._columns if index < len(row) and row[index]]
         if self._device and not any(cell.lower() == self._device for _, cell in cells):
             self._skipped.update((cell, None) for _, cell in cells[:MOST_DEVICES] if len(self._skipped) < MOST_DEVICES)
@@ -167,7 +168,7 @@ class OtherColumns:
         return True
 
     def check(self, *, went_back: bool) -> None:
-        """Raises MeterError for a table of several devices, or of a battery that charges. `went_back`: the times begin again somewhere."""
+        """Raises MeterError for a table of several devices, or of a charging battery. `went_back`: the times start over somewhere."""
         for column in self._columns.values():
             if CHARGING & {cell.lower() for cell in column.seen}:
                 raise MeterError(f"the column {column.name!r} says {' and '.join(column.seen)}: cut the table to the time without charging")
@@ -181,7 +182,7 @@ class OtherColumns:
                 )
 
     def check_chosen(self, rows: int) -> None:
-        """Raises MeterError where the chosen device has no row."""
+        """Raises MeterError if the chosen device has no rows."""
         if self._device and not rows:
             raise MeterError(
                 f"no row is of the device {self._device!r}; the table has {', '.join(self._skipped) or 'no column of devices'}"
@@ -197,12 +198,13 @@ NO_VALUE = frozenset(("unavailable", "unknown", "none"))  # Home Assistant's wor
 
 
 def import_csv(path: Path, choice: Choice = AUTOMATIC) -> Trace:
-    """Reads a table separated by commas, semicolons, tabs, bars or blanks. Joules are preferred to watts, watts to V × A, watt-hours last.
+    """Reads a table separated by commas, semicolons, tabs, bars or blanks.
 
-    Times that go back a little (loggers that stamp whole packets) are held; where the meter's clock was set they go on. A counter that
-    begins again is continued, readings that are missing are left out, and a current that is negative throughout is turned: notes say so.
-    The facts' `source` names the columns. Raises MeterError for missing, several or mixed columns, and for a mean power that no supply of
-    such a device has: a unit is wrong then.
+    Joules are preferred to watts, and watts to V × A; watt-hours come last. Times that go back a little, as with loggers that stamp whole
+    packets, are replaced by the last time, and times continue if the meter's clock was set. A restarted counter is continued, missing
+    readings are left out, and the sign of a current that is always negative is reversed. Notes mention all this. The facts' `source` names
+    the columns. Raises MeterError for missing, ambiguous or mixed columns, and for an implausible mean power, which means that a unit is
+    wrong.
     """
     try:
         return _import(path, choice)
@@ -245,7 +247,7 @@ def _import(path: Path, choice: Choice) -> Trace:
 
 
 class _Body:
-    """What the rows of a table hold: their times, the numbers of the chosen columns, and what the other columns say."""
+    """The contents of a table's rows: their times, the numbers of the chosen columns, and the values of other columns."""
 
     def __init__(self, layout: TableLayout, choice: Choice, head: list[Row]) -> None:
         self._layout = layout
@@ -257,7 +259,7 @@ class _Body:
         self._first_missing = ""
 
     def read(self, rows: Iterable[Row]) -> None:
-        """Reads all rows. Raises MeterError for a row of another table, for too many without a figure, and for fewer than two with one."""
+        """Reads all rows. Raises MeterError for a row of another table, too many rows without figures, or fewer than two with figures."""
         for number, row in rows:
             if len(self.lines) >= MAX_ROWS:
                 raise MeterError(f"it has more than {MAX_ROWS} rows; cut it to the measured part")
@@ -274,7 +276,7 @@ class _Body:
         return [f"{self._missing} rows have no figure and were left out: {self._first_missing}"] if self._missing else []
 
     def _is_header(self, number: int, row: list[str]) -> bool:
-        """Returns whether this is the header again. Raises MeterError for another one."""
+        """Returns whether this row repeats the header. Raises MeterError if it is the header of another table."""
         header = self._layout.header
         if [cell.lower() for cell in row] == [cell.lower() for cell in header]:
             return True
@@ -315,9 +317,9 @@ class _Body:
 
 
 def _marks(body: _Body, layout: TableLayout, choice: Choice) -> tuple[str, list[array[float]]]:
-    """Returns the mark of decimals of the times, and the numbers of the chosen columns.
+    """Returns the decimal mark of the times, and the numbers of the chosen columns.
 
-    "4,512" may be either: the one with which the mean power can be a device's. Raises MeterError where both can.
+    If "4,512" may be read with either mark, it takes the one with which the mean power is plausible. Raises MeterError if both or none are.
     """
     marks = decimal_mark([body.times.numbers, *body.columns], choice.decimal)
     if "?" not in marks:
@@ -342,7 +344,7 @@ def _products(columns: list[array[float]], volts: float) -> list[float]:
 
 
 def _samples(layout: TableLayout, numbers: array[int], times: list[float], values: list[float]) -> tuple[list[Sample], list[str]]:
-    """Returns the table's readings, and notes on what they needed. Raises MeterError for what cannot be right."""
+    """Returns the table's readings, and notes about corrections. Raises MeterError if they cannot be right."""
     what = layout.what
     check_one_device(what, times, values)
     stated = all(column.unit for column in layout.factors)
