@@ -1,1 +1,1 @@
-"""Sources of energy readings, by system or maker: each module lists its meters in `SOURCES`, and `search` collects them."""
+"""Energy meters by system or maker. Each module lists its meters in `SOURCES`, and `search` collects them."""

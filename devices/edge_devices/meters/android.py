@@ -1,6 +1,6 @@
 """Meters of Android devices: power rails from the kernel's files or from the power-stats service, and the battery's gauge.
 
-Each has a part of this file, which ends with its `find`; `SOURCES` at the end lists them.
+Each kind has a section in this file, which ends with its `find` function. `SOURCES` at the end lists them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from edge_devices.machine.state import SUPPLIES, SUPPLY_FILES, Supply, external_
 from edge_devices.machine.system import CommandResult, System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterSource, Preference, Scope, SumMeter, absent, present, tried, usable
 
-# Short traces of the system's perfetto, which two of the meters record: it reads power rails and the battery's current from the hardware's
+# Two of the meters record short traces with the system's perfetto, which can read power rails and the battery's current from the hardware
 # layers without root. Fields: protos/perfetto/trace/power/battery_counters.proto and power_rails.proto, trace_packet.proto and
 # config/power/android_power_config.proto of perfetto.
 
@@ -30,7 +30,7 @@ duration_ms: {milliseconds}
 
 
 def record_current(system: System) -> int | None:
-    """Returns the battery's newest current in the phone's unit and sign; None where perfetto records none. A read takes 0.6 s."""
+    """Returns the battery's newest current in the phone's unit and sign; None if perfetto records none. A read takes 0.6 s."""
     done = _record(system, "battery_counters: BATTERY_COUNTER_CURRENT", 0.6)
     return None if done.code != 0 else last_current(done.output)
 
@@ -45,7 +45,7 @@ def _record(system: System, what: str, seconds: float) -> CommandResult:
 
 
 def last_current(trace: bytes) -> int | None:
-    """Returns the last current of a trace. Raises MeterError for a damaged one."""
+    """Returns the last current in a trace. Raises MeterError if it is damaged."""
     newest = None
     for counters in _packets(trace, BATTERY_COUNTERS):
         for number, value in _fields(counters):
@@ -55,7 +55,7 @@ def last_current(trace: bytes) -> int | None:
 
 
 def parse_rail_trace(trace: bytes) -> dict[str, int]:
-    """Reads a trace: rail -> its last microjoules. Raises MeterError for a damaged one."""
+    """Returns the last microjoules of each rail in a trace, by name. Raises MeterError if it is damaged."""
     names: dict[int, str] = {}
     latest: dict[int, int] = {}
     for kind, message in (field for rails in _packets(trace, POWER_RAILS) for field in _fields(rails)):
@@ -79,11 +79,11 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         yield from fields_of(message)
 
 
-# Power rail monitors of Pixel 6 and later, through the kernel's iio files.
+# Power rail monitors of Pixel 6 and later, read from the kernel's iio files.
 #
 # Format (kernel driver s2mpg1x odpm, as quoted in Android's own power scripts): `t=<ms>`, then one line per channel
-# `CH3(T=<ms>)[S2M_VDD_CPUCL2], <µW·s since start>`. Channels can be assigned to other rails, so a rail is identified by name. Rails are
-# behind the battery: their figures are valid while charging too.
+# `CH3(T=<ms>)[S2M_VDD_CPUCL2], <µW·s since start>`. Channels can be assigned to other rails, so a rail is identified by name. The battery
+# feeds the rails, so their figures are valid while charging too.
 
 RAIL_FILES = "sys/bus/iio/devices/iio:device*/energy_value"
 RAIL_LINE = re.compile(r"CH\d+(?:\(T=\d+\))?\[([^\]]+)\],\s*(\d{1,18})\b")
@@ -91,12 +91,12 @@ RAILS = "android:rails"
 
 
 def parse_rails(text: str) -> dict[str, int]:
-    """Reads one energy_value file: rail name -> microjoules."""
+    """Parses an energy_value file. Returns microjoules by rail name."""
     return {name: int(microjoules) for name, microjoules in RAIL_LINE.findall(text)}
 
 
 def rails_meter(system: System, paths: list[str]) -> SumMeter:
-    """Returns the meter of all monitored rails of all monitors together, in joules."""
+    """Returns the meter of the sum of all monitored rails, in joules."""
     facts = MeterFacts(
         name=RAILS,
         kind=Kind.COUNTER,
@@ -132,19 +132,19 @@ def find_rails(system: System) -> list[Finding]:
     return [tried(rails_meter(system, paths), denied)]
 
 
-# Power rails of Android's power-stats service: a read records a trace. `dumpsys powerstats` lists the channels without the cost of one.
+# Power rails of Android's power-stats service. Each read records a trace. `dumpsys powerstats` lists the channels without that cost.
 
 POWERSTATS = "android:powerstats"
 CHANNEL = re.compile(r"ChannelId:\s*(\d{1,18}),\s*ChannelName:\s*([^,\s]+)")
 
 
 def parse_channels(text: str) -> dict[int, str]:
-    """Reads `dumpsys powerstats`: channel number -> rail name."""
+    """Parses the output of `dumpsys powerstats`. Returns rail names by channel number."""
     return {int(number): name for number, name in CHANNEL.findall(text)}
 
 
 def service_meter(system: System) -> SumMeter:
-    """Returns the meter of all rails that the service meters together, in joules. A read records for half a second."""
+    """Returns the meter of the sum of all rails that the service meters, in joules. A read records for half a second."""
     facts = MeterFacts(
         name=POWERSTATS,
         kind=Kind.COUNTER,
@@ -180,13 +180,15 @@ def find_powerstats(system: System) -> list[Finding]:
     return [tried(service_meter(system))]
 
 
-# The battery gauge of an Android device: through the battery service (works for the shell user), or through its sysfs files.
+# The battery gauge of an Android device, read through the battery service, which works for the shell user, or from its sysfs files.
 #
-# The specification requires microamperes, positive while charging; makers differ in both. The sign is dropped, and the charging status
-# gives the direction. The unit is the one in which an idle device takes 0.1 to 6 W (3 W in mA), which is true of one unit only.
+# The specification requires microamperes, positive while charging, but some makers use another unit or sign. So the sign is ignored, and
+# the charging status gives the direction. The unit is the one in which an idle device takes 0.1 to 6 W (3 W in mA), which holds for only
+# one unit.
 
 AMPERES = {"µA": 1e-6, "mA": 1e-3}
-# Watts of an idle device that is awake. Asleep, its microamperes would read as milliamperes, a thousand times as much: 3 mW or more.
+# Watts of an idle device that is awake. If it slept, its microamperes could be taken as milliamperes, a thousand times as much, from 3 mW
+# on.
 PLAUSIBLE_WATTS = {"µA": (0.1, 6.0), "mA": (0.1, 3.0)}
 UNSUPPORTED = -(1 << 31)
 DISCHARGING = "3"  # BatteryManager.BATTERY_STATUS_DISCHARGING
@@ -197,19 +199,22 @@ BATTERY, SYSFS = "android:battery", "android:battery-sysfs"
 SYSFS_NAMES = ("battery", "bms", "main")
 CURRENT_QUERY = ("cmd", "battery", "get", "-f", "current_now")
 MAKER_QUERY = ("getprop", "ro.product.manufacturer")
-_ATTEMPTS = 8  # readings of a gauge, half a second apart, until one has a current
+_ATTEMPTS = 8  # readings, half a second apart, until the gauge shows a current
 UNPLUG = "unplug the cable and measure on the device alone; never use `dumpsys battery unplug`, which only fakes it"
 
 
 class Gauge(NamedTuple):
-    """One reading of a gauge: current in its own unit and sign, and volts. `current` is None for a false zero."""
+    """One reading of a gauge: the current in its own unit and sign, and volts. `current` is None if the gauge shows a false zero."""
 
     current: int | None
     volts: float
 
 
 def volts_of(text: str) -> float:
-    """Reads the voltage: millivolts, on some systems microvolts or whole volts, which stand for the middle of what a cell can have."""
+    """Returns the voltage in volts. It is given in millivolts, on some systems in microvolts or whole volts.
+
+    Whole volts are replaced by the mean voltage of the cells.
+    """
     if not re.fullmatch(r"\d{1,8}", text) or not int(text):
         raise MeterError(f"the battery's voltage reads {text!r}, which is not a voltage; use another meter")
     number = int(text)
@@ -220,7 +225,7 @@ def volts_of(text: str) -> float:
 
 
 def voltage_notes(text: str, maker: str) -> tuple[str, ...]:
-    """Returns what a reader of the figures must know of the voltage they were computed with."""
+    """Returns notes about the voltage with which the figures were computed, for their readers."""
     if re.fullmatch(r"\d{1,2}", text):
         return (f"the voltage is told in whole volts ({text}): {volts_of(text):g} V taken, up to 15 % off",)
     if volts_of(text) > MAX_CELL_VOLTS:
@@ -240,7 +245,7 @@ def require_unplugged(fields: dict[str, str]) -> None:
 
 
 def current_unit(current: int, volts: float) -> str:
-    """Returns the one unit in which this current is a plausible power for an idle device; raises MeterError if none is."""
+    """Returns the only unit in which this current is a plausible power for an idle device. Raises MeterError if there is none."""
     for unit, amperes in AMPERES.items():
         low, high = PLAUSIBLE_WATTS[unit]
         if low <= abs(current) * amperes * volts <= high:
@@ -252,14 +257,15 @@ def current_unit(current: int, volts: float) -> str:
 
 
 def gauge_meter(system: System, name: str, source: str, read_gauge: Callable[[System], Gauge], notes: tuple[str, ...]) -> SumMeter:
-    """Returns the meter of current × voltage of a gauge, in watts; the unit follows from the first current that is not 0."""
+    """Returns the meter of current × voltage of a gauge, in watts. The unit is found from the first current that is not 0."""
     unit = _first_unit(system, read_gauge)
     facts = MeterFacts(
         name=name,
         kind=Kind.SAMPLER,
         scope=Scope.DEVICE,
         source=source,
-        # Measured on one phone: new values every 2.0 s in the median, 7 s at most; a load shows after up to 7 s. Both are measured.
+        # Values of one phone: new values every 2.0 s in the median, after 7 s at most; a load shows after up to 7 s. Characterisation
+        # measures both.
         refresh_s=2.0,
         resolution=AMPERES[unit] * 4.0,
         poll_s=0.5,
@@ -286,7 +292,7 @@ def _first_unit(system: System, read_gauge: Callable[[System], Gauge]) -> str:
 
 
 def read_service(system: System) -> Gauge:
-    """Reads the battery service; raises MeterError if it is frozen, the device is charging, or it reports no current."""
+    """Reads the battery service. Raises MeterError if it is frozen, if the device is charging, or if it reports no current."""
     state = system.run(["dumpsys", "battery"])
     if state.code != 0:
         raise MeterError(f"`dumpsys battery` failed: {state.errors.strip() or state.code}")
@@ -296,7 +302,7 @@ def read_service(system: System) -> Gauge:
 
 
 def _service_current(system: System, fields: dict[str, str]) -> int:
-    """The current from `cmd battery`, from Samsung's line in `dumpsys battery`, or from perfetto."""
+    """Returns the current from `cmd battery`, else from Samsung's line in `dumpsys battery`, else from perfetto."""
     answer = system.run(CURRENT_QUERY)
     text = answer.text.strip()
     if not re.fullmatch(r"-?\d{1,12}", text) or int(text) == UNSUPPORTED:
@@ -313,7 +319,7 @@ def _service_current(system: System, fields: dict[str, str]) -> int:
 
 
 def read_sysfs(system: System, folder: str) -> Gauge:
-    """Reads the gauge's files; raises MeterError if access is denied, the device is charging, or values are missing."""
+    """Reads the gauge's files. Raises MeterError if access is denied, the device is charging, or values are missing."""
     try:
         supply = Supply(name=folder.rpartition("/")[2], fields=read_fields(system, folder))
     except PermissionError as error:
@@ -330,14 +336,14 @@ def read_sysfs(system: System, folder: str) -> Gauge:
 
 
 def find_service_gauge(system: System) -> list[Finding]:
-    """Returns the finding of the gauge through the battery service; an empty list on other machines."""
+    """Returns the finding of the gauge that the battery service reads; an empty list on other machines."""
     if not system.is_android:
         return []
     return [_finding(system, BATTERY, "cmd battery get -f current_now, dumpsys battery or perfetto", read_service)]
 
 
 def find_sysfs_gauge(system: System) -> list[Finding]:
-    """Returns the finding of the gauge through its files; an empty list on other machines."""
+    """Returns the finding of the gauge that is read from files; an empty list on other machines."""
     if not system.is_android:
         return []
     folder = next((f"{SUPPLIES}/{name}" for name in SYSFS_NAMES if system.exists(f"{SUPPLIES}/{name}")), None)
@@ -358,7 +364,7 @@ def _notes(system: System) -> tuple[str, ...]:
     maker = system.run(MAKER_QUERY).text.strip()
     try:
         return voltage_notes(parse_dumpsys(system.run(["dumpsys", "battery"]).text).get("voltage", ""), maker[:32])
-    except MeterError:  # a frozen service, or none: the gauge's own reading says so
+    except MeterError:  # the service is frozen or missing, which the gauge's reading reports itself
         return ()
 
 

@@ -1,6 +1,6 @@
 """Meters of Macs: IOReport's counters, and the `powermetrics` command.
 
-Each has a part of this file, which ends with its `find`; `SOURCES` at the end lists them.
+Each kind has a section in this file, which ends with its `find` function. `SOURCES` at the end lists them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.system import NOT_FOUND, CommandResult, System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterSource, Preference, Scope, SumMeter, absent, present, tried, usable
 
-# Apple silicon: the energy counters of IOReport, the kernel's own library of statistics. They need no root, unlike `powermetrics`.
+# Apple silicon: the energy counters of IOReport, the kernel's library of statistics. Unlike `powermetrics`, they do not need root.
 #
 # The library has no published header. Functions, types and the group's name are those that asitop's successors (socpowerbud, macmon) and
-# uzu use: the group "Energy Model" has one counter for each cluster and unit, in mJ, uJ or nJ since the system started; a machine of
-# several dies has a set for each. Nobody has run it on a Mac yet; its test has made-up values in that form.
+# uzu use. The group "Energy Model" has a counter for each cluster and unit, in mJ, uJ or nJ since the system started. A machine with
+# several dies has a set for each. This code has not been run on a Mac yet; its test has made-up values in this form.
 
 IOREPORT = "apple:ioreport"
 GROUP, CHANNELS = "Energy Model", "IOReportChannels"
 LIBRARY, FOUNDATION = "/usr/lib/libIOReport.dylib", "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
 JOULES = {"mJ": 1e-3, "uJ": 1e-6, "nJ": 1e-9}
-# Sums of a die's parts: the parts themselves (ECPU0, PCPU, GPU SRAM) are in them.
+# Counters of sums. They include the counters of a die's parts (ECPU0, PCPU, GPU SRAM), which are therefore not added.
 COUNTED = re.compile(r"(DIE_\d+_)?(CPU Energy|GPU Energy|ANE\d*(_\d+)?|DRAM\d*(_\d+)?)")
 MAX_CHANNELS = 4096
 LONGEST_NAME = 256
@@ -41,9 +41,9 @@ class Counter(NamedTuple):
 
 
 def open_counters() -> Callable[[], list[Counter]] | None:
-    """Returns a function that reads all counters of the group; None where there is no such library, as on other systems.
+    """Returns a function that reads all counters of the group; None if there is no such library, as on other systems.
 
-    Raises MeterError where the library gives none.
+    Raises MeterError if the library has no such counters.
     """
     if sys.platform != "darwin":
         return None
@@ -54,7 +54,7 @@ def open_counters() -> Callable[[], list[Counter]] | None:
 
 
 class _Library:
-    """IOReport's functions, with CoreFoundation's that its objects need."""
+    """The functions of IOReport, and those of CoreFoundation that its objects need."""
 
     def __init__(self, report: Any, foundation: Any) -> None:
         self._report, self._cf = report, foundation
@@ -120,7 +120,7 @@ class _Library:
 
 
 def joules(counters: Sequence[Counter]) -> list[tuple[str, float]]:
-    """Returns the joules of processor, graphics, neural engine and memory, by name. Raises MeterError without the processor's."""
+    """Returns the joules of processor, graphics, neural engine and memory, by name. Raises MeterError if the processor's are missing."""
     parts = [(counter.name, counter.value * JOULES[counter.unit]) for counter in counters if _is_counted(counter)]
     if not any(name.endswith("CPU Energy") for name, _ in parts):
         named = ", ".join(sorted({counter.name for counter in counters})[:8]) or "nothing"
@@ -159,11 +159,11 @@ def find_ioreport(system: System, opened: Callable[[], Callable[[], list[Counter
     return [absent(IOREPORT, "this system has no library of IOReport") if read is None else tried(ioreport_meter(system, read))]
 
 
-# Macs: the `powermetrics` command. It estimates the power of processor, graphics and neural engine, without the display.
+# Macs: the `powermetrics` command, which estimates the power of processor, graphics and neural engine, without the display.
 #
 # Apple silicon prints `CPU Power: 947 mW` and so on, and a sum (`Package Power`, later `Combined Power (CPU + GPU + ANE)`) that some
-# versions lack. Intel Macs print `Intel energy model derived package power (CPUs+GT+SA): 2.48W`. Numbers follow the user's region: 1.473
-# or 1,473.
+# versions lack. Intel Macs print `Intel energy model derived package power (CPUs+GT+SA): 2.48W`. Numbers have the format of the user's
+# region: 1.473 or 1,473.
 
 POWERMETRICS = "apple:powermetrics"
 LINE = re.compile(
@@ -177,12 +177,15 @@ REMEDY = "powermetrics needs root: run edge-bench and edge-devices with sudo"
 
 
 def parse_powermetrics(text: str) -> dict[str, float]:
-    """Reads the text of one sample: part -> watts."""
+    """Parses the text of one sample. Returns watts by part."""
     return {part: _number(figure, unit) for part, figure, unit in LINE.findall(text)}
 
 
 def _number(text: str, unit: str) -> float:
-    """Returns the watts in a number of any region: the last point or comma begins decimals, but groups of three in whole milliwatts."""
+    """Returns the watts in a number of any region.
+
+    The last point or comma is the decimal mark. But in milliwatts it separates thousands if three digits follow.
+    """
     whole, rest = re.fullmatch(r"(.*?)(?:[.,](\d*))?", text).groups("")  # type: ignore[union-attr]
     digits = re.sub(r"\D", "", whole)
     grouped = unit == "mW" and len(rest) == 3 and digits.strip("0")
@@ -190,7 +193,7 @@ def _number(text: str, unit: str) -> float:
 
 
 def package_watts(parts: dict[str, float]) -> float | None:
-    """Returns the package's power: as printed, else the sum of its parts; None where nothing is printed."""
+    """Returns the package's power as printed, else the sum of its parts; None if nothing is printed."""
     for total in ("Package", "Combined", INTEL):
         if total in parts:
             return parts[total]
@@ -198,7 +201,7 @@ def package_watts(parts: dict[str, float]) -> float | None:
 
 
 def powermetrics_meter(system: System) -> SumMeter:
-    """Returns the meter of the mean package power over the second that a read takes, in watts."""
+    """Returns the meter of the package's mean power during the second that a read takes, in watts."""
     facts = MeterFacts(
         name=POWERMETRICS,
         kind=Kind.SAMPLER,

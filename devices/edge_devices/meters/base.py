@@ -1,4 +1,4 @@
-"""The interface of all meters: facts, one way to read, findings, sources; and what several meters need."""
+"""The interface of all meters (facts, readings, findings, sources), and helpers that several meters use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, Protocol
 from edge_devices.errors import MeasurementError, MeterError
 from edge_devices.machine.system import System
 
-REPLAYED = "replay:"  # begins the name of a meter whose readings come from a recording
+REPLAYED = "replay:"  # the beginning of the name of a meter that replays a recording
 
 
 class Scope(StrEnum):
-    """What a figure covers. Figures of different scopes are never added, ranked or put in one column."""
+    """Which parts of a machine a figure covers. Figures of different scopes are never added, ranked or put in one column."""
 
     PACKAGE = "package"  # the processor package: cores, integrated graphics, caches
-    DRAM = "dram"  # the memory plane, where it has a counter of its own
-    PLATFORM = "platform"  # psys: the package and what else the board's maker wired
-    RAILS = "rails"  # supply rails behind the battery, summed
-    BOARD = "board_sensed"  # rails of a single-board computer's supply chip, summed; not its input
-    MODULE = "module_in"  # the input of a compute module or of the rail a sensor sits in
+    DRAM = "dram"  # the memory, if it has its own counter
+    PLATFORM = "platform"  # psys: the package and whatever else the board's maker connected
+    RAILS = "rails"  # the sum of supply rails after the battery
+    BOARD = "board_sensed"  # the sum of the rails of a single-board computer's supply chip, not its input
+    MODULE = "module_in"  # the input of a compute module, or the rail in which a sensor sits
     DEVICE = "device_battery"  # the whole device, display and radios included
     GPU = "gpu_board"  # one graphics board with its memory
     EXTERNAL = "external_dc"  # a meter in the supply line
@@ -31,19 +31,19 @@ class Scope(StrEnum):
 
 
 def scope_words(scope: str) -> str:
-    """Returns a scope as readers of figures see it: a board's joules leave out what feeds it."""
+    """Returns a scope in words for readers of figures. For a GPU it says that the rest of the machine is not included."""
     return f"{scope} (the GPU's board, not the whole machine)" if scope == Scope.GPU else str(scope)
 
 
 class Kind(StrEnum):
-    """A counter returns cumulative joules; a sampler returns watts to integrate."""
+    """A counter returns cumulative joules. A sampler returns watts, which must be integrated."""
 
     COUNTER = "counter"
     SAMPLER = "sampler"
 
 
 class Sample(NamedTuple):
-    """One reading: seconds on the system's clock, joules since an arbitrary start (counter) or watts (sampler), and the raw text."""
+    """One reading: the time on the system's clock, joules since an arbitrary start (counter) or watts (sampler), and the raw text."""
 
     time_s: float
     value: float
@@ -54,9 +54,9 @@ class Sample(NamedTuple):
 class MeterFacts:
     """The properties of a meter that are known before it is characterised.
 
-    `refresh_s`, `lag_s`: expected seconds between new values and until a load shows; `resolution`: joules or watts; `poll_s`: seconds
-    between reads (no less than a read may cost); `needs`: what the user must provide; `systematic`: errors that repetition does not remove;
-    `model_error`: of a power model, half the range that its figures may be off by, as a share of them.
+    `refresh_s` is the expected time between new values, and `lag_s` the time until a load shows. `resolution` is in joules or watts.
+    `poll_s` is the time between reads, at least the cost of a read. `needs` is what the user must provide. `systematic` names errors that
+    repetition does not remove. `model_error` is the relative error of a power model: half the range of its figures, as a share of them.
     """
 
     name: str
@@ -87,7 +87,7 @@ class MeterFacts:
 
 
 class Meter(Protocol):
-    """Reads one source. A counter's value never decreases: the meter undoes the wrap of its registers."""
+    """Reads one source. A counter's value never decreases, because the meter corrects the wrap of its registers."""
 
     @property
     def facts(self) -> MeterFacts:
@@ -95,7 +95,7 @@ class Meter(Protocol):
         ...
 
     def read(self) -> Sample | None:
-        """Returns a reading, or None for one known to be invalid; raises MeterError if the source is gone or wrong."""
+        """Returns a reading, or None if it is known to be invalid. Raises MeterError if the source is gone or wrong."""
         ...
 
 
@@ -103,7 +103,7 @@ class MeterState(StrEnum):
     """Whether a meter can be used here and now."""
 
     USABLE = "usable"
-    PRESENT = "present"  # exists, but access is denied or it is unfit now: see `reason` and `remedy`
+    PRESENT = "present"  # exists, but access is denied or it cannot be used now; see `reason` and `remedy`
     ABSENT = "absent"
 
 
@@ -118,30 +118,30 @@ class Finding:
     meter: Meter | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys; `facts` is null unless the meter is usable."""
+        """Returns plain values under stable keys. `facts` is null unless the meter is usable."""
         facts = self.meter.facts.to_json() if self.meter else None
         return {"name": self.name, "state": self.state, "reason": self.reason, "remedy": self.remedy, "facts": facts}
 
 
 class Preference(IntEnum):
-    """Which meter is taken first: what is sensed or counted close to the work, last the slow gauges of a whole device."""
+    """The order in which meters are chosen: first those that measure close to the work, then slow gauges of a whole device."""
 
     BOARD = 1  # a board's own sensors
-    SUPPLY_LINE = 2  # chips in a line whose wiring nobody knows
+    SUPPLY_LINE = 2  # chips in a supply line, whose wiring is unknown
     COUNTER = 3  # counters of processors and rails
-    MODEL = 4  # watts that the maker's model gives
-    MEAN = 5  # watts that a driver averages
-    BATTERY = 6  # gauges of a battery, which has to discharge
-    GRAPHICS = 7  # a graphics board, which is read by name only
+    MODEL = 4  # watts from the maker's power model
+    MEAN = 5  # watts averaged by a driver
+    BATTERY = 6  # gauges of a battery, which must be discharging
+    GRAPHICS = 7  # a graphics board, which is used only if requested by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeterSource:
-    """One kind of meters. `find` lists those of a machine as usable, present but not usable, or absent; none where they cannot be.
+    """One kind of meter. `find` lists those of a machine as usable, present but not usable, or absent.
 
-    `name`: of its meter, or of all its meters together: it is listed as present if `find` raises MeterError or OSError.
-    `files`, `commands`: all that `find` and its meters read, as patterns below the root and as words. From a remote device nothing else is
-    fetched.
+    It lists none on a system that cannot have them. `name` is the meter's name, or the beginning of its meters' names; it is reported if
+    `find` raises MeterError or OSError. `files` are patterns below the root, and `commands` are lists of words. They are everything that
+    `find` and its meters read, so that a snapshot of a remote device can include it.
     """
 
     name: str
@@ -167,7 +167,7 @@ def absent(name: str, reason: str) -> Finding:
 
 
 def tried(meter: Meter, denied: tuple[str, str] | None = None) -> Finding:
-    """Reads a meter once; returns the finding of one that is usable, or why it is not: `denied`, reason and remedy, without permission."""
+    """Reads a meter once, and returns a finding that it is usable, or why not. `denied` is reason and remedy if permission is missing."""
     try:
         meter.read()
     except MeterError as error:
@@ -180,7 +180,7 @@ def tried(meter: Meter, denied: tuple[str, str] | None = None) -> Finding:
 def required_number(
     system: System, path: str, missing: str, denied: str = "is denied to this user; make it readable with a udev rule"
 ) -> int:
-    """Returns the integer in a file; raises MeterError where the file is `denied`, or holds none: then `missing` says why."""
+    """Returns the integer in a file. Raises MeterError with the words `denied` or, if there is no integer, with the reason `missing`."""
     try:
         number = system.number(path)
     except PermissionError as error:
@@ -191,18 +191,18 @@ def required_number(
 
 
 def required_product(system: System, paths: Iterable[str]) -> int:
-    """Returns the product of the integers in a chip's files. Raises MeterError as `required_number` does."""
+    """Returns the product of the integers in a chip's files. Raises MeterError, as `required_number` does."""
     return math.prod(required_number(system, path, "the chip may not answer on its bus") for path in paths)
 
 
-STEP_SLACK_S = 0.01  # by which two readings may be further apart for a register than for the clock
+STEP_SLACK_S = 0.01  # a register may have counted for this much longer than the clock says between two readings
 
 
 class Unwrapped:
     """Turns a register that restarts at 0 after `span` (in its own units) into a number that never decreases.
 
-    Exact while it is read at least once per wrap. Without a span a decrease is an error, and with one a step of more than `most_per_s`
-    units a second: the source was reset. It goes on from there with the next reading.
+    It is exact if the register is read at least once per wrap. Without a span, a decrease means that the source was reset, which is an
+    error; so is a step of more than `most_per_s` units per second. After an error it continues from that reading.
     """
 
     def __init__(self, name: str, span: int | None, most_per_s: float = math.inf) -> None:
@@ -212,7 +212,7 @@ class Unwrapped:
         self._total = 0.0
 
     def total(self, register: float, time_s: float = 0.0) -> float:
-        """Takes a reading of the register; returns the number without wraps. Raises MeterError for an impossible reading."""
+        """Takes a reading of the register, and returns the total without wraps. Raises MeterError for an impossible reading."""
         if register < 0 or (self._span is not None and register > self._span):
             raise MeterError(f"{self._name} reads {register}, outside 0..{self._span}; the meter cannot be trusted")
         last, seconds = self._last, time_s - self._last_s
@@ -234,7 +234,7 @@ class Unwrapped:
 
 
 class SumMeter:
-    """A meter whose value is the sum of parts with names: registers of a counter, or figures that make watts together."""
+    """A meter whose value is the sum of named parts, which are registers of a counter, or watts."""
 
     def __init__(
         self,
@@ -246,8 +246,9 @@ class SumMeter:
         spans: Mapping[str, int | None] | None = None,
         most_watts: float = math.inf,
     ) -> None:
-        """`read_parts` returns None for a reading known to be invalid. `scale`: joules or watts of a part's unit; `spans`: of registers;
-        `most_watts`: what no register counts more than.
+        """`read_parts` returns None for a reading that is known to be invalid. `scale` is the joules or watts of a part's unit.
+
+        `spans` are those of registers, at which they wrap. No register can count more than `most_watts`.
         """
         self.facts = facts
         self._system, self._read_parts, self._scale, self._spans = system, read_parts, scale, spans or {}
@@ -255,7 +256,7 @@ class SumMeter:
         self._registers: dict[str, Unwrapped] = {}
 
     def read(self) -> Sample | None:
-        """Reads all parts. Raises MeterError if a counter has others than before, or one went back."""
+        """Reads all parts. Raises MeterError if the parts of a counter changed, or if one went back."""
         parts = self._read_parts()
         if parts is None:
             return None
@@ -273,7 +274,7 @@ class SumMeter:
 
 @dataclass(kw_only=True)
 class Trace:
-    """Readings of one meter in the order of their times (seconds); values in joules (counter) or watts (sampler)."""
+    """Readings of one meter, sorted by time in seconds. Values are joules (counter) or watts (sampler)."""
 
     facts: MeterFacts
     times: list[float] = field(default_factory=list)
@@ -281,14 +282,14 @@ class Trace:
 
     @staticmethod
     def of(facts: MeterFacts, samples: Iterable[Sample]) -> Trace:
-        """Collects samples; raises MeasurementError if a time decreases."""
+        """Returns a trace of samples. Raises MeasurementError if a time decreases."""
         trace = Trace(facts=facts)
         for sample in samples:
             trace.add(sample)
         return trace
 
     def add(self, sample: Sample) -> None:
-        """Appends a reading; raises MeasurementError if its time decreases or a value is not finite."""
+        """Appends a reading. Raises MeasurementError if its time decreases or a value is not finite."""
         if not (math.isfinite(sample.time_s) and math.isfinite(sample.value)):
             raise MeasurementError(f"the recording holds {sample.value} at {sample.time_s} s, which is not a number; record it again")
         if self.times and sample.time_s < self.times[-1]:
@@ -297,7 +298,7 @@ class Trace:
         self.values.append(sample.value)
 
     def index_at(self, time_s: float) -> int:
-        """Returns the index of the last reading at or before a time; raises MeasurementError if there is none."""
+        """Returns the index of the last reading at or before a time. Raises MeasurementError if there is none."""
         index = bisect_right(self.times, time_s) - 1
         if index < 0:
             raise MeasurementError(f"the recording begins only after {time_s:.3f} s; start the meter before the work")

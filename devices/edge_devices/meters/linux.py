@@ -1,6 +1,6 @@
-"""Meters that Linux offers: Jetson, Raspberry Pi, INA chips, RAPL, hwmon's mean power, laptop batteries.
+"""Meters on Linux: Jetson, Raspberry Pi, INA chips, RAPL, mean power in hwmon, and laptop batteries.
 
-Each has a part of this file, which ends with its `find`; `SOURCES` at the end lists them.
+Each kind has a section in this file, which ends with its `find` function. `SOURCES` at the end lists them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from edge_devices.meters.base import (
 # NVIDIA Jetson: the module's INA3221 rails.
 #
 # Files: in{n}_label, in{n}_input (mV), curr{n}_input (mA) of the ina3221 driver; before JetPack 5 rail_name_{n} and in_power{n}_input (mW)
-# under iio. The rails behind VDD_IN are parts of it: only the module's input is read. On Orin the processor and the graphics share one
-# rail. AGX Orin senses no input: its three supplies are summed, without VDDQ_VDD2_1V8AO, which VIN_SYS_5V0 feeds. Thor's input, VIN, is an
-# INA238's.
+# under iio. VDD_IN feeds the other rails, so only the module's input is read. On Orin, the processor and the graphics share a rail. AGX
+# Orin does not sense its input, so its three supplies are summed, without VDDQ_VDD2_1V8AO, which VIN_SYS_5V0 feeds. Thor's input, VIN, is
+# sensed by an INA238.
 
 JETSON = "jetson"
 JETSON_HWMON = "sys/bus/i2c/drivers/ina3221*/*/hwmon/hwmon*"
@@ -56,7 +56,7 @@ NOT_RAILS = ("NC", "sum of shunt voltages")
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """One rail: the files whose product (mV × mA) or only content (mW × 1000) is microwatts."""
+    """One rail. The product of its files' numbers times `scale` is watts."""
 
     label: str
     paths: tuple[str, ...]
@@ -64,14 +64,14 @@ class Rail:
 
 
 def sensed_rails(system: System) -> list[Rail]:
-    """Returns the rails this module senses."""
+    """Returns the rails that this module senses."""
     sensed = []
     for folder in system.paths(JETSON_HWMON):
         for n in range(1, 7):
             label = system.text_or(f"{folder}/in{n}_label")
             if label and label not in NOT_RAILS and system.exists(f"{folder}/curr{n}_input"):
                 sensed.append(Rail(label=label, paths=(f"{folder}/in{n}_input", f"{folder}/curr{n}_input"), scale=1e-6))
-    for folder in system.paths(JETSON_INA238) if sensed else ():  # by itself such a chip is hwmon's
+    for folder in system.paths(JETSON_INA238) if sensed else ():  # without other rails, such a chip belongs to the meters of hwmon
         if system.exists(f"{folder}/power1_input"):
             sensed.append(Rail(label=system.text_or(f"{folder}/in1_label") or "VIN", paths=(f"{folder}/power1_input",), scale=1e-6))
     for folder in system.paths(JETSON_IIO):
@@ -83,7 +83,7 @@ def sensed_rails(system: System) -> list[Rail]:
 
 
 def module_meter(system: System, sensed: list[Rail]) -> SumMeter:
-    """Returns the meter of the module's input, in watts; where a board senses none, of the sum of its rails."""
+    """Returns the meter of the module's input, in watts, or of the sum of its rails if the board does not sense its input."""
     inputs = [r for r in sensed if r.label in JETSON_INPUTS]
     summed = inputs or [r for r in sensed if r.label not in FED_BY_OTHERS]
     facts = MeterFacts(
@@ -111,17 +111,17 @@ def find_jetson(system: System) -> list[Finding]:
     return [tried(module_meter(system, sensed))]
 
 
-# Raspberry Pi 5: the supply chip's own converters, through `vcgencmd pmic_read_adc`.
+# Raspberry Pi 5: the supply chip's measurements, read with `vcgencmd pmic_read_adc`.
 #
-# Rails have a current line `NAME_A current(n)=..A` and a voltage line `NAME_V volt(m)=..V`; they pair by name, the numbers do not
-# correspond. The sum is not the board's input: converters lose some, and USB and PCIe loads are not sensed.
+# A rail has a current line `NAME_A current(n)=..A` and a voltage line `NAME_V volt(m)=..V`, which belong together by name, not by number.
+# The sum is less than the board's input, because converters lose some power, and USB and PCIe loads are not sensed.
 
 PMIC = "raspberry-pi:pmic"
 PMIC_LINE = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(-?\d+(?:\.\d+)?)[AV]\s*$", re.MULTILINE)
 
 
 def parse_pmic(text: str) -> dict[str, float]:
-    """Reads `vcgencmd pmic_read_adc`: rail -> watts, for rails that have both current and voltage."""
+    """Parses the output of `vcgencmd pmic_read_adc`. Returns watts by rail, for rails with both current and voltage."""
     amperes: dict[str, float] = {}
     volts: dict[str, float] = {}
     for name, unit, figure in PMIC_LINE.findall(text):
@@ -130,7 +130,7 @@ def parse_pmic(text: str) -> dict[str, float]:
 
 
 def pmic_meter(system: System, command: str) -> SumMeter:
-    """Returns the meter of all sensed rails together, in watts. A read costs about 10 ms: a process and a mailbox call."""
+    """Returns the meter of the sum of all sensed rails, in watts. A read takes about 10 ms, for a process and a mailbox call."""
     facts = MeterFacts(
         name=PMIC,
         kind=Kind.SAMPLER,
@@ -173,18 +173,18 @@ def find_pmic(system: System) -> list[Finding]:
     return [present(PMIC, "vcgencmd is not installed", "install Raspberry Pi OS's raspi-utils")]
 
 
-# Power monitor chips of Texas Instruments behind Linux hwmon: INA219/226/230/231/260, INA228/237/238, INA3221.
+# Power monitor chips of Texas Instruments in Linux hwmon: INA219/226/230/231/260, INA228/237/238, INA3221.
 #
 # Files (Documentation/hwmon/ina2xx.rst, ina238.rst, ina3221.rst of Linux): energy1_input µJ where the chip counts, power1_input µW,
-# in1_input mV with curr1_input mA; INA3221 has three channels and no power file. Chips are identified by `name`: their numbers change at
-# each boot. Boards with many INA226 name each (`ina226_u76`); equal names are numbered in the kernel's order.
+# in1_input mV with curr1_input mA. INA3221 has three channels and no power file. Chips are identified by `name`, because their numbers
+# change at each boot. Boards with many INA226 give each a name (`ina226_u76`); chips with equal names are numbered in the kernel's order.
 
 CHIP = "hwmon"
-REVERSED = ":reversed"  # ends the name of a channel
+REVERSED = ":reversed"  # the end of the name of a channel with a negative current
 REVERSED_NOTE = "its current is negative, the load's if the shunt is wired that way round, a charging battery's if not: read by name only"
 HWMON = "sys/class/hwmon/hwmon*"
 CHIPS = ("ina219", "ina220", "ina226", "ina230", "ina231", "ina260", "ina228", "ina237", "ina238", "ina700", "ina780", "sq52206", "ina3221")
-# A Jetson's own rails, which its meter above reads.
+# A Jetson's own rails, which the Jetson meter above reads.
 BOARD_LABELS = (
     *("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC", "POM_5V_IN", "VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"),
     *("VDD_GPU", "VDD_CPU_SOC_MSS", "VIN"),
@@ -193,17 +193,17 @@ BOARD_LABELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """One channel of a chip: the files that are read, and how they combine."""
+    """One channel of a chip, and the files whose product is its reading."""
 
     chip: str
     label: str
     kind: Kind
     paths: tuple[str, ...]
-    current: str  # the file whose sign is the direction; power files have none
+    current: str  # the file whose sign gives the direction, because power files have no sign
 
 
 def channels(system: System) -> list[Channel]:
-    """Returns every channel of every chip, the best file first: energy, power, then voltage × current."""
+    """Returns every channel of every chip, with the best file that it has: energy, else power, else voltage × current."""
     listed = []
     for folder in system.paths(HWMON):
         chip = system.text_or(f"{folder}/name")
@@ -220,7 +220,7 @@ def channels(system: System) -> list[Channel]:
 
 
 def _numbered(channel: Channel, earlier: list[Channel]) -> Channel:
-    """Returns a channel whose label none of the earlier ones of such a chip has."""
+    """Returns the channel, with a number added to its label if an earlier channel of such a chip has the same label."""
     same = sum((other.chip, other.label) == (channel.chip, channel.label) for other in earlier)
     return replace(channel, label=f"{channel.label}-{same + 1}") if same else channel
 
@@ -236,9 +236,9 @@ def _multiplied(system: System, folder: str, chip: str) -> list[Channel]:
 
 
 def channel_meter(system: System, channel: Channel) -> SumMeter:
-    """Returns the meter of one channel: joules of a chip that counts, else watts. Of two files: mV × mA = µW.
+    """Returns the meter of one channel, in joules if the chip counts energy, else in watts. The product of two files is mV × mA = µW.
 
-    Its current keeps the direction that it has now: a line that charges and is then under load would read as load both times.
+    If the current changes its direction later, that is an error, because charging would be counted as load too.
     """
     reversed_now = _is_negative(system, channel)
     interval_ms = system.number(f"{channel.paths[0].rpartition('/')[0]}/update_interval")
@@ -267,7 +267,7 @@ def _is_negative(system: System, channel: Channel) -> bool:
     try:
         return (system.number(channel.current) or 0) < 0
     except PermissionError:
-        return False  # the reading says so
+        return False  # the reading itself will raise this error
 
 
 def find_chips(system: System) -> list[Finding]:
@@ -279,7 +279,8 @@ def find_chips(system: System) -> list[Finding]:
 # RAPL counters of Intel and AMD processors through Linux powercap.
 #
 # Facts: Documentation/power/powercap/powercap.rst and drivers/powercap/intel_rapl_common.c of Linux. Zones are identified by name, never by
-# number; the control type intel-rapl-mmio repeats package-0 and is skipped; core and uncore are parts of the package and not added.
+# number. The control type intel-rapl-mmio repeats package-0, so it is skipped. Core and uncore are parts of the package, so they are not
+# added.
 
 RAPL = "rapl"
 POWERCAP = "sys/class/powercap"
@@ -289,11 +290,11 @@ RAPL_REMEDY = (
 )
 RAPL_SCOPES = {"package": Scope.PACKAGE, "dram": Scope.DRAM, "psys": Scope.PLATFORM}
 PSYS_PROBE_S = 0.05
-MOST_WATTS = 1000.0  # of one zone; the largest sockets take half of it
+MOST_WATTS = 1000.0  # no zone takes more; the largest sockets take half of this
 
 
 def zones_meter(system: System, scope: Scope, folders: Sequence[str]) -> SumMeter:
-    """Returns the meter of all zones of one kind (one package per socket), in joules; `folders`: of the zones, below the root."""
+    """Returns the meter of all zones of one kind (such as one package per socket), in joules. `folders` are theirs, below the root."""
     facts = MeterFacts(
         name=f"rapl:{scope}",
         kind=Kind.COUNTER,
@@ -330,7 +331,7 @@ def find_rapl(system: System) -> list[Finding]:
 
 
 def _without_broken_psys(system: System, findings: list[Finding]) -> list[Finding]:
-    """A platform contains its package: where psys counts less, it is not wired or not scaled."""
+    """Marks psys as not usable if it counts less than the package, which it contains. Then it is not wired or not scaled."""
     meters = {f.name: f.meter for f in findings if f.meter}
     package, psys = meters.get(f"rapl:{Scope.PACKAGE}"), meters.get(f"rapl:{Scope.PLATFORM}")
     if package is None or psys is None:
@@ -345,12 +346,12 @@ def _without_broken_psys(system: System, findings: list[Finding]) -> list[Findin
     return [present(f.name, reason) if f.meter is psys else f for f in findings]
 
 
-# Mean power that hwmon reports of whole units: graphics boards, APUs, servers, Macs, and power supplies with a USB port.
+# Mean power of whole units in hwmon: graphics boards, APUs, servers, Macs, and power supplies with a USB port.
 #
 # Files (Documentation/gpu/amdgpu/thermal.rst and Documentation/hwmon/acpi_power_meter.rst of Linux): power1_average or power1_input in µW,
-# power1_average_interval in ms. amdgpu's figure is the SoC's on an APU, processor included, which alone has a northbridge voltage `vddnb`.
-# Of other chips the figures with these labels are read: macsmc_hwmon (Linux on Apple silicon), zenpower (AMD's SVI2 telemetry, two rails a
-# socket), corsairpsu (power supplies of the HXi and RMi series: what they put out to the whole machine).
+# power1_average_interval in ms. On an APU, amdgpu's figure is that of the SoC with the processor; only an APU has a northbridge voltage
+# `vddnb`. Of some other chips, the figures with certain labels are read: macsmc_hwmon (Linux on Apple silicon), zenpower (AMD's SVI2
+# telemetry, two rails per socket), corsairpsu (power supplies of the HXi and RMi series, whose output feeds the whole machine).
 
 AVERAGE = "hwmon:average"
 ASLEEP = "the unit may be asleep"
@@ -372,7 +373,7 @@ AVERAGE_NOTES = {
 
 
 def average_meter(system: System, paths: tuple[str, ...], name: str, scope: Scope, interval_ms: int) -> SumMeter:
-    """Returns the meter of one unit's mean power, the sum of the files, in watts."""
+    """Returns the meter of one unit's mean power, which is the sum of the files, in watts."""
     facts = MeterFacts(
         name=name,
         kind=Kind.SAMPLER,
@@ -419,24 +420,24 @@ def find_averages(system: System) -> list[Finding]:
 
 
 def _labelled(system: System, folder: str, labels: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the files of power with one of these labels."""
+    """Returns the power files with one of these labels."""
     places = [path.removesuffix("_label") for path in system.paths(f"{folder}/power*_label") if system.text_or(path) in labels]
     return tuple(f"{place}_input" for place in places if system.exists(f"{place}_input"))
 
 
-# Laptop batteries: watts of all batteries together, while they discharge.
+# Laptop batteries: the power of all batteries together, while they discharge.
 
 BATTERY = "battery"
 
 
 def battery_meter(system: System, names: tuple[str, ...]) -> SumMeter:
-    """Returns the meter of the batteries' power together, in watts."""
+    """Returns the meter of the batteries' total power, in watts."""
     facts = MeterFacts(
         name=BATTERY,
         kind=Kind.SAMPLER,
         scope=Scope.DEVICE,
         source=", ".join(f"/{SUPPLIES}/{n}" for n in names),
-        # The ACPI driver caches a value for 1000 ms (cache_time); the embedded controller may be slower, which is measured.
+        # The ACPI driver caches a value for 1000 ms (cache_time). The embedded controller may be slower, which characterisation measures.
         refresh_s=1.0,
         resolution=0.01,
         poll_s=0.5,
@@ -452,13 +453,13 @@ def battery_meter(system: System, names: tuple[str, ...]) -> SumMeter:
             raise MeterError(f"a battery of {', '.join(names)} is gone; measure again with all of them in place")
         require_discharging(system, supplies)
         parts = watts_by_battery(supplies)
-        return parts if any(watts for _, watts in parts) else None  # an exact 0 while discharging: the gauge has no value yet
+        return parts if any(watts for _, watts in parts) else None  # exactly 0 while discharging means that the gauge has no value yet
 
     return SumMeter(system, facts, read)
 
 
 def watts_by_battery(supplies: list[Supply]) -> list[tuple[str, float]]:
-    """Returns the watts of each battery, 0 for one that rests; raises MeterError for one that discharges and reports no power."""
+    """Returns the watts of each battery, 0 if it is not discharging. Raises MeterError if one discharges but reports no power."""
     parts = []
     for supply in supplies:
         watts = watts_of(supply) if supply.status == "Discharging" else 0.0

@@ -1,4 +1,4 @@
-"""NVIDIA graphics boards through the driver's own library, libnvidia-ml, where it is installed.
+"""NVIDIA graphics boards, read with the driver's library, libnvidia-ml, if it is installed.
 
 Functions: docs.nvidia.com/deploy/nvml-api, group nvmlDeviceQueries. nvmlDeviceGetTotalEnergyConsumption is in millijoules
 since the driver was loaded (Volta and later); nvmlDeviceGetPowerUsage in milliwatts, on most boards an average over the last second.
@@ -29,14 +29,14 @@ def _call(library: Any, name: str, *arguments: Any) -> None:
 
 
 def _answer(library: Any, name: str, kind: type[Any], *arguments: Any) -> Any:
-    """Returns what a function of NVML writes to its last argument, a `kind` of ctypes. Raises MeterError."""
+    """Returns the value that a function of NVML writes to its last argument, of the ctypes type `kind`. Raises MeterError."""
     answer = kind()
     _call(library, name, *arguments, ctypes.byref(answer))
     return answer
 
 
 def board_meter(system: System, library: Any, index: int) -> SumMeter:
-    """Returns the meter of one graphics board with its memory: joules if it has a counter, else watts. Raises MeterError without either."""
+    """Returns the meter of one graphics board with its memory, in joules if it has a counter, else in watts. Raises MeterError."""
     device = _answer(library, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_void_p, ctypes.c_uint(index))
     counts = getattr(library, ENERGY)(device, ctypes.byref(ctypes.c_ulonglong())) != NOT_SUPPORTED
     function, kind = (ENERGY, ctypes.c_ulonglong) if counts else (POWER, ctypes.c_uint)

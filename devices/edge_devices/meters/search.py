@@ -1,4 +1,4 @@
-"""All sources of meters, the meters of a machine, and the default one."""
+"""Finds the meters of a machine in all sources, and chooses the default one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters import android, apple, linux, nvml, windows_emi
 from edge_devices.meters.base import Finding, Meter, MeterState, Preference, Scope, present
 
-# In the order of preference. Those of equal preference keep the order below; hardly any machine has two of them.
+# Sorted by preference. Sources of equal preference keep the modules' order, which rarely matters, as few machines have two of them.
 _LISTED = (*linux.SOURCES, *windows_emi.SOURCES, *android.SOURCES, *apple.SOURCES, *nvml.SOURCES)
 SOURCES = tuple(sorted(_LISTED, key=lambda source: source.preference))
 BATTERY_METERS = tuple(source.name for source in SOURCES if source.preference is Preference.BATTERY)
@@ -17,7 +17,7 @@ NO_METER = "no energy meter on this machine"
 
 
 def find_meters(system: System) -> list[Finding]:
-    """Returns the meters of this machine, usable or not. A source that raises is reported as present, with the reason."""
+    """Returns the meters of this machine, usable or not. If a source raises, it is reported as present with the reason."""
     findings: list[Finding] = []
     for source in SOURCES:
         try:
@@ -30,8 +30,8 @@ def find_meters(system: System) -> list[Finding]:
 def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter | None:
     """Returns the named meter, or the first usable one; None if there is none. Raises MeterError if the named one is not usable.
 
-    A graphics board is taken by name only: bundles run on the processor, whose work an idle board's joules are not. So is a line whose
-    current is negative, as that of a battery which charges.
+    Graphics boards are chosen only by name, because bundles run on the processor, and the joules of an idle board say nothing about that.
+    Lines with a negative current are chosen only by name too, because a battery may be charging there.
     """
     usable = [f for f in findings if f.meter is not None]
     if name is None:
@@ -46,7 +46,7 @@ def choose_meter(findings: Sequence[Finding], name: str | None = None) -> Meter 
 
 
 def no_meter_reason(findings: Sequence[Finding]) -> str:
-    """Returns why `choose_meter` takes none: what exists but cannot be read, and why, or that nothing was found."""
+    """Returns why `choose_meter` chooses none: the meters that exist but cannot be used, with reasons, or that there are none."""
     reasons = [f"{f.name}: {f.reason}" + (f"; {f.remedy}" if f.remedy else "") for f in findings if f.state is MeterState.PRESENT]
     reasons += [f"{f.name} counts the graphics board alone, and is read with --meter {f.name}" for f in findings if _is_gpu(f)]
     reasons += [f"{f.name}: {linux.REVERSED_NOTE}" for f in findings if f.name.endswith(linux.REVERSED)]

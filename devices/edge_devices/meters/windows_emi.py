@@ -16,7 +16,7 @@ from edge_devices.errors import MeterError
 from edge_devices.machine.system import System
 from edge_devices.meters.base import Finding, Kind, MeterFacts, MeterSource, Preference, Scope, SumMeter, absent, present, usable
 
-# GUID_DEVICE_ENERGY_METER of emi.h, as it lies in memory.
+# GUID_DEVICE_ENERGY_METER of emi.h, in the byte order of memory.
 DEVICE_ENERGY_METER = UUID("45bd8344-7ed6-49cf-a440-c276c933b053").bytes_le
 GENERIC_READ, SHARE_READ_WRITE, OPEN_EXISTING = 0x80000000, 3, 3
 ONLY_PRESENT = 0  # CM_GET_DEVICE_INTERFACE_LIST_PRESENT of cfgmgr32.h
@@ -30,7 +30,7 @@ class WindowsPort:
         self._kernel, self._handle = kernel, handle
 
     def control(self, code: int, size: int) -> bytes:
-        """Sends a control code (DeviceIoControl); raises MeterError if the device refuses it."""
+        """Sends a control code (DeviceIoControl). Raises MeterError if the device refuses it."""
         answer, size_read = ctypes.create_string_buffer(size), ctypes.c_uint32()
         if not self._kernel.DeviceIoControl(self._handle, code, None, 0, answer, size, ctypes.byref(size_read), None):
             raise MeterError(f"the energy meter refused control code {code:#x}; administrator rights may be needed")
@@ -38,7 +38,7 @@ class WindowsPort:
 
 
 def open_ports(library: Callable[[str], Any] | None = None) -> list[WindowsPort]:
-    """Returns every energy meter this user may open; none on a machine without Windows. `library` loads one of Windows'."""
+    """Returns every energy meter that this user may open; none on other systems. `library` loads a library of Windows by name."""
     if library is None:
         if sys.platform != "win32":
             return []
@@ -48,7 +48,7 @@ def open_ports(library: Callable[[str], Any] | None = None) -> list[WindowsPort]
     size = ctypes.c_ulong()
     if manager.CM_Get_Device_Interface_List_SizeW(ctypes.byref(size), DEVICE_ENERGY_METER, None, ONLY_PRESENT):
         return []
-    listed = ctypes.create_unicode_buffer(size.value)  # names, each with a zero behind it, and a zero behind all
+    listed = ctypes.create_unicode_buffer(size.value)  # names that each end with a zero, and a final zero
     if manager.CM_Get_Device_Interface_ListW(DEVICE_ENERGY_METER, None, listed, size, ONLY_PRESENT):
         return []
     paths = [path for path in "".join(listed[:]).split("\0") if path][:MAX_METERS]
@@ -65,7 +65,7 @@ NAME_BYTES = 32  # EMI_NAME_MAX characters of two bytes
 
 
 def parse_metadata(version: int, metadata: bytes) -> list[str]:
-    """Reads EMI_METADATA_V1 or _V2: the channels' names. Raises MeterError for anything cut off or of another unit."""
+    """Returns the channels' names in EMI_METADATA_V1 or _V2. Raises MeterError if it is cut off or has another unit."""
     try:
         if version == 1:
             unit, size = struct.unpack_from("<I", metadata)[0], struct.unpack_from("<H", metadata, 4 + 2 * NAME_BYTES + 2)[0]
@@ -92,7 +92,7 @@ def _name(unit: int, metadata: bytes, at: int, size: int) -> str:
 
 
 def parse_measurement(measurement: bytes, channels: int) -> list[int]:
-    """Reads EMI_CHANNEL_MEASUREMENT_DATA of each channel: picowatt-hours."""
+    """Returns the picowatt-hours of each channel in EMI_CHANNEL_MEASUREMENT_DATA."""
     if len(measurement) < 16 * channels:
         raise MeterError(f"the energy meter answered {len(measurement)} bytes for {channels} channels")
     return [struct.unpack_from("<Q", measurement, 16 * i)[0] for i in range(channels)]
@@ -119,7 +119,7 @@ def channel_meter(system: System, port: WindowsPort, channels: Sequence[str], in
 
 
 def find(system: System, ports: Callable[[], Sequence[WindowsPort]] = open_ports) -> list[Finding]:
-    """Returns one finding per channel; an empty list without Windows."""
+    """Returns one finding per channel; an empty list on other systems than Windows."""
     if system.platform != "win32":
         return []
     findings = []
