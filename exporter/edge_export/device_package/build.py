@@ -15,8 +15,17 @@ from edge_devices.files.atomic_write import locked
 from edge_devices.files.user_cache import cache_folder
 from edge_devices.machine.device_package import NAME
 from edge_devices.option_fields import option
-from edge_export.device_package.debian import DEBIAN, add_python, check_libraries, take_small_blas
-from edge_export.device_package.inventory import PLATFORMS, Inventory, Platform, check_pages, cut_symbols, take_inventory, write_file
+from edge_export.device_package.debian import DEBIAN, add_python, take_small_blas
+from edge_export.device_package.inventory import (
+    PLATFORMS,
+    Inventory,
+    Platform,
+    check_libraries,
+    check_pages,
+    cut_symbols,
+    take_inventory,
+    write_file,
+)
 from edge_export.device_package.native_libraries import Step, add_kernels, add_llama, add_tools, check_kernels, open_toolchain
 from edge_export.device_package.wheels import DISTRIBUTION, add_own_code, add_wheels, write_launchers
 from edge_export.output import FolderKind, check_output, partial_folder

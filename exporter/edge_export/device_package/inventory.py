@@ -1,4 +1,4 @@
-"""What a package is for and what is in it: its platform, and package.json with the files' hashes and the components' licences."""
+"""What a package is for and what is in it: its platform, package.json with hashes and licences, and checks of its ELF files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from edge_devices.errors import errors_as
 from edge_devices.files.limited_read import sha256_of
 from edge_devices.machine.device_package import NAME, SCHEMA
 from edge_export.errors import PackageError
@@ -103,11 +104,15 @@ PLATFORMS = {
 LICENCES = "licences"
 _NAMED_PARTS = ("numpy", "onnxruntime", "tokenizers", "llama_cpp", "edge_bench", "edge_runtime", "edge_devices")
 MAGIC = b"\x7fELF"
-CLASS_64, LITTLE_ENDIAN, LOAD = 2, 1, 1
+CLASS_64, LITTLE_ENDIAN = 2, 1
+LOAD, DYNAMIC = 1, 2
 # Fields of 64-bit headers, by the System V ABI: of the file from e_phoff on, and of a segment; e_shoff, and e_shnum with e_shstrndx.
 HEADER = struct.Struct("<32xQ14xHH6x")
 SEGMENT = struct.Struct("<I4xQQ8xQ8xQ")
 SECTIONS = ((40, 8), (60, 4))
+# Entries of the dynamic section: a tag and its value.
+_ENTRY = struct.Struct("<QQ")
+_NEEDED, _STRINGS, _STRINGS_SIZE = 1, 5, 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,3 +284,46 @@ def load_segments(path: Path) -> list[LoadSegment] | None:
         raise PackageError(f"{path.name} is no complete ELF file: it has no table of {count} segments; build the package again")
     entries = list(SEGMENT.iter_unpack(table))
     return [LoadSegment(offset=place, address=at, bytes=size, align=align) for kind, place, at, size, align in entries if kind == LOAD]
+
+
+def check_libraries(folder: Path) -> None:
+    """Raises PackageError for a library that a file of the package names and that is not in it."""
+    elves = {path: load_segments(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    there = {path.name for path, segments in elves.items() if segments is not None}
+    for path, segments in elves.items():
+        if missing := [name for name in (needed(path) if segments else ()) if name not in there]:
+            raise PackageError(f"{path.relative_to(folder).as_posix()} needs {', '.join(missing)}, which the package lacks; report this")
+
+
+def needed(path: Path) -> list[str]:
+    """The libraries that an ELF file names. Raises PackageError for one that cannot be read."""
+    data = path.read_bytes()
+    entries = _dynamic(data, path.name)
+    if not any(tag == _STRINGS for tag, _ in entries):  # a static program, or the loader
+        return []
+    _, strings = string_table(data, path.name)
+    return [strings[at : strings.index(b"\0", at)].decode() for tag, at in entries if tag == _NEEDED]
+
+
+def string_table(data: bytes, name: str) -> tuple[int, bytes]:
+    """The table of names in an ELF file's bytes, and its place there; `name` is for messages. Raises PackageError."""
+    tags = dict(_dynamic(data, name))
+    with errors_as(PackageError, f"{name} is no library that can be read", "build the package again", KeyError, StopIteration):
+        address, size = tags[_STRINGS], tags[_STRINGS_SIZE]
+        loaded = (segment for segment in _segments(data) if segment[0] == LOAD)
+        place = next(address - at + offset for _, offset, at, length, _ in loaded if at <= address < at + length)
+    return place, data[place : place + size]
+
+
+def _dynamic(data: bytes, name: str) -> list[tuple[int, int]]:
+    with errors_as(PackageError, f"{name} is no library that can be read", "build the package again", struct.error):
+        for kind, offset, _, size, _ in _segments(data):
+            if kind == DYNAMIC:
+                return list(_ENTRY.iter_unpack(data[offset : offset + size]))
+    return []
+
+
+def _segments(data: bytes) -> list[tuple[int, int, int, int, int]]:
+    """Kind, offset, address, size and alignment of each segment."""
+    start, size, count = HEADER.unpack_from(data)
+    return [SEGMENT.unpack_from(data, start + place * size) for place in range(count)]

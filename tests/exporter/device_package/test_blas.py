@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edge_export.device_package.debian import BLAS, check_libraries, needed, take_small_blas
-from edge_export.device_package.inventory import SITE
+from edge_export.device_package.debian import BLAS, take_small_blas
+from edge_export.device_package.inventory import SITE, check_libraries, needed
 from edge_export.device_package.wheels import copy_packages
 from edge_export.errors import PackageError
 
