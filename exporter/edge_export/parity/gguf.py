@@ -45,9 +45,6 @@ EXPERTS_LIMITS = {
     for kind, limits in UNQUANTIZED_LIMITS.items()
     if kind != "f32"
 }
-# Limits of the error of an encoder's soft rows, relative to their norm. They are twice the errors of tiny random members, whose weights
-# amplify rounding more than trained ones. In products with bf16 and q8_0 weights, activations are rounded to these types.
-ENCODER_LIMITS = {"f32": 5e-3, "f16": 5e-3, "bf16": 0.04, "q8_0": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +93,10 @@ def measure_parity(
     return compare_export(reference, plain, final, judgement, as_llama=True, uncalibrated=before)
 
 
-def encoder_parity(reference: Reference, target: Path, encoder: Path, quantization: str, inputs: MediaInputs) -> dict[str, Any]:
-    """Compares an encoder's file and returns the figures. The exported target is opened too, as llama.cpp needs it. Raises ParityError."""
+def encoder_parity(
+    reference: Reference, target: Path, encoder: Path, inputs: MediaInputs, *, quantization: str, limit: float
+) -> dict[str, Any]:
+    """Compares an encoder's file and returns the figures. The target is opened too, as llama.cpp needs it. Raises ParityError beyond `limit`."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
         from edge_runtime.backends.llama.context import LlamaOptions
@@ -108,7 +107,7 @@ def encoder_parity(reference: Reference, target: Path, encoder: Path, quantizati
             file = opened.shared.open_encoder(encoder)
             return [file.encode(each) for each in media]
 
-    return measure_media_parity(reference, encode, inputs, quantization=quantization, limit=ENCODER_LIMITS[quantization])
+    return measure_media_parity(reference, encode, inputs, quantization=quantization, limit=limit)
 
 
 def _better(reference: Reference, quantization: str) -> str | None:

@@ -15,7 +15,7 @@ from edge_export.checkpoint.checkpoint import Checkpoint
 from edge_export.checkpoint.sources import ResolvedSource
 from edge_export.errors import ExportError
 from edge_export.gguf.keys import architecture_name
-from edge_export.gguf.media_encoder import plan_encoder
+from edge_export.gguf.media_encoder import ENCODER_LIMITS, plan_encoder
 from edge_export.gguf.writer import ExactReport, GgufPlan, head_bytes, output_rows, plan_exact, plan_gguf, trained_for_q4, write_head
 from edge_export.output import BundlePart
 from edge_export.parity.gguf import ComparedModel, encoder_parity, measure_parity
@@ -240,9 +240,11 @@ def _parity(files: GgufFiles, encoder: BundlePart | None, job: ExportJob, import
         if "target" in importance and importance["target"].source.kind == "calibration":
             uncalibrated = partial(_quantized, target, Path(scratch) / target.exported.name, job.request.thread_count)
         figures = measure_parity(job.reference, files.models, job.progress.note, uncalibrated)
-    if encoder is None or job.media is None or "skipped" in figures:
+    kind = job.request.media
+    if kind is None or encoder is None or job.media is None or "skipped" in figures:
         return figures
-    return figures | {"media": encoder_parity(job.reference, target.exported, encoder.path, encoder.quantization or "", job.media)}
+    limit = ENCODER_LIMITS[kind]
+    return figures | {"media": encoder_parity(job.reference, target.exported, encoder.path, job.media, quantization=kind, limit=limit)}
 
 
 def _quantized(target: GgufModel, path: Path, threads: int) -> Path:

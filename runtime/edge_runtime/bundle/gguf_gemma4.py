@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from edge_runtime.bundle.gguf_header import VOCABULARY_KEY, GgufError, GgufHeader, LongArray, read_gguf_header
+from edge_runtime.bundle.gguf_header import TYPE_NUMBERS, VOCABULARY_KEY, GgufError, GgufHeader, LongArray, read_gguf_header
 from edge_runtime.errors import BackendError
 
 # For some values of keys, llama.cpp aborts the process instead of refusing the file. The limits come from load_hparams and create_memory in
@@ -235,9 +235,7 @@ def _is_integer(value: Any, minimum: int, maximum: int) -> bool:
 
 _LARGEST = 1 << 16
 _MAX_LAYERS = 128
-# ggml's numbers of f32, f16 and bf16
-_TYPES = (0, 1, 30)
-_Q8_0 = 8
+_FLOAT_TYPES = tuple(TYPE_NUMBERS[name] for name in ("f32", "f16", "bf16"))
 # Names of matrices that may be quantized, because ggml multiplies with them.
 _MATRIX = re.compile(r"(?:[va]\.blk\.\d+\.(?:attn|ffn|conv_pw)\w*|mm\.(?:a\.)?input_projection|a\.pre_encode\.out)\.weight")
 _PATCH, _POOLING, _COLOURS = 16, 3, 3
@@ -333,8 +331,8 @@ def _check_tensors(path: Path, header: GgufHeader, expected: Shapes) -> None:
         odd = sorted(tensors.keys() ^ expected.keys())[0]
         raise BackendError(f"{path}: the tensor {odd[:80]!r} is {'unknown' if odd in tensors else 'missing'}; export the bundle again")
     for name, shape in expected.items():
-        quantized = tensors[name].type == _Q8_0 and len(shape) == 2 and _MATRIX.fullmatch(name)
-        if tuple(tensors[name].shape)[::-1] != shape or not (quantized or tensors[name].type in _TYPES):
+        quantized = tensors[name].type == TYPE_NUMBERS["q8_0"] and len(shape) == 2 and _MATRIX.fullmatch(name)
+        if tuple(tensors[name].shape)[::-1] != shape or not (quantized or tensors[name].type in _FLOAT_TYPES):
             got = f"{list(tensors[name].shape)[::-1]} of type {tensors[name].type}"
             raise BackendError(f"{path}: {name!r} is {got}, not {list(shape)} of floats or q8_0; export the bundle again")
 
