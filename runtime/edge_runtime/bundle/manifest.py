@@ -31,7 +31,6 @@ FROM_ZERO = frozenset(
         "per_layer_size",
         "rotated_pairs",
         "draft_length",
-        "acceptance_before",
         "layer",
         "owner_layers",
         "layer_owners",
@@ -164,8 +163,8 @@ class ImportanceSource:
 class DrafterTuning:
     """How the drafter was tuned (`edge-export pair --tune-drafter`): on the user's text, and on what the target wrote after parts of it.
 
-    The acceptances are those of drafts of `draft_length` tokens on text that tuning did not see, with the original drafter
-    (`acceptance_before`) and with the tuned one.
+    `acceptance` is measured with drafts of `draft_length` tokens on text that tuning did not see. The original drafter had a lower one, or
+    it would have stayed.
     """
 
     name: str
@@ -175,7 +174,6 @@ class DrafterTuning:
     steps: int
     minutes: float
     draft_length: int
-    acceptance_before: float
     acceptance: float
 
 
