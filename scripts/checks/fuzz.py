@@ -20,34 +20,35 @@ import click
 
 from edge_runtime.backends.kernels import loader
 from edge_runtime.backends.kernels.build import build, host_target
+from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from fuzz_kernels import SANITIZERS
+from fuzzing import device_readers, export_readers, gguf_readers, graph_readers, model_readers, runtime_readers
 from fuzzing.campaign import Report, make_input, run_campaign
-from fuzzing.gguf_readers import pack_by_row_kernels
-from fuzzing.model_readers import opened_bundle
 from fuzzing.readers import Reader
-from fuzzing.registry import all_readers
+
+# By name.
+READERS: dict[str, Reader] = {
+    reader.name: reader
+    for module in (runtime_readers, export_readers, device_readers, model_readers, gguf_readers, graph_readers)
+    for reader in module.READERS
+}
+# The file that a bundle has for readers that need it.
+FILES = {"gguf": ("target", "gguf"), "encoder": (MEDIA_ENCODER, "gguf"), "graphs": ("drafter", "onnx")}
 
 
 def chosen(names: tuple[str, ...], bundle: Path | None) -> list[Reader]:
     """Returns the readers of these names; "all" returns all that can be opened. Raises UsageError for an unknown name."""
-    readers = all_readers()
     if names == ("all",):
-        opened = opened_bundle(bundle) if bundle is not None else None
-        encoder, graphs = (opened is not None and opened.has(*what) for what in ((MEDIA_ENCODER, "gguf"), ("drafter", "onnx")))
-        gguf = opened is not None and opened.has("target", "gguf")
-        return [
-            reader
-            for reader in readers.values()
-            if not reader.needs_bundle or (graphs if reader.needs_graphs else encoder if reader.needs_encoder else gguf)
-        ]
+        opened = open_bundle(bundle) if bundle is not None else None
+        return [reader for reader in READERS.values() if not reader.needs or (opened and opened.has(*FILES[reader.needs]))]
     for name in names:
-        if name not in readers:
-            raise click.UsageError(f"there is no reader {name!r}; choose from {', '.join(readers)}, or all")
-        if readers[name].needs_bundle and bundle is None:
-            kind = "ONNX graphs" if readers[name].needs_graphs else "GGUF files"
+        if name not in READERS:
+            raise click.UsageError(f"there is no reader {name!r}; choose from {', '.join(READERS)}, or all")
+        if READERS[name].needs and bundle is None:
+            kind = "ONNX graphs" if READERS[name].needs == "graphs" else "GGUF files"
             raise click.UsageError(f"{name} needs an exported bundle of {kind}; give --bundle")
-    return [readers[name] for name in names]
+    return [READERS[name] for name in names]
 
 
 def sanitize(folder: Path) -> None:
@@ -92,7 +93,7 @@ def main(
     if kernels is not None:
         sanitize(kernels)
     if bundle is not None:
-        pack_by_row_kernels()
+        gguf_readers.pack_by_row_kernels()
     for reader in chosen(names, bundle):
         if show is not None:
             with tempfile.TemporaryDirectory() as folder:

@@ -17,10 +17,10 @@ pytest.importorskip("gguf", reason="needs edge-mtp[export]")
 from edge_devices.meters.android import parse_channels, parse_rails
 from edge_devices.meters.apple import parse_powermetrics
 from edge_runtime.backends.kernels.loader import variant
+from fuzz import READERS
 from fuzzing.campaign import HANG_SECONDS, run_campaign
 from fuzzing.mutation import input_of
 from fuzzing.readers import Reader, corpus
-from fuzzing.registry import all_readers
 from pictures import picture_bundle
 
 NEEDS = {
@@ -33,7 +33,10 @@ FEW = {
     **dict.fromkeys(("gguf-encoder", "onnx-model", "config"), 150),
     **{"gguf-weights": 10, "bundle-facts": 40},
 }
-READERS = all_readers()
+
+
+# The fixtures that make the bundles which readers need.
+BUNDLES = {"gguf": "exported_pair", "encoder": "pictures", "graphs": "graphs"}
 
 
 @pytest.fixture
@@ -53,8 +56,7 @@ def graphs(onnx_pair: Callable[..., Path]) -> Path:
 def test_hostile_inputs_are_read_or_refused(name: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip(NEEDS.get(name, "json"))
     reader = READERS[name]
-    kind = "pictures" if reader.needs_encoder else "graphs" if reader.needs_graphs else "exported_pair"
-    bundle = request.getfixturevalue(kind) if reader.needs_bundle else None
+    bundle = request.getfixturevalue(BUNDLES[reader.needs]) if reader.needs else None
     if name == "prompt":
         pytest.importorskip("tokenizers")
     report = run_campaign(reader, FEW.get(name, 400), 2, bundle)

@@ -49,7 +49,7 @@ def _recording(path: Path) -> None:
                 break
 
 
-def _emi(_: Path, __: Path | None) -> Read:
+def _emi(_: Path, __: object) -> Read:
     def read(data: bytes) -> None:
         names = windows_emi.parse_metadata(1 + len(data) % 2, data)
         windows_emi.parse_measurement(data, len(names))
@@ -57,7 +57,7 @@ def _emi(_: Path, __: Path | None) -> Read:
     return read
 
 
-def _trace(_: Path, __: Path | None) -> Read:
+def _trace(_: Path, __: object) -> Read:
     def read(data: bytes) -> None:
         parse_channels(data.decode("utf-8", "replace"))
         parse_rail_trace(data)
@@ -84,7 +84,7 @@ class _Answers:
         """Accepts every file."""
 
 
-def _adb(_: Path, __: Path | None) -> Read:
+def _adb(_: Path, __: object) -> Read:
     def read(data: bytes) -> None:
         device = _Answers(data)
         parse_devices(data.decode("utf-8", "replace"))

@@ -26,7 +26,7 @@ def _safetensors(path: Path) -> None:
                 pass
 
 
-def _index(folder: Path, _: Path | None) -> Read:
+def _index(folder: Path, _: object) -> Read:
     (folder / "model-00001-of-00002.safetensors").write_bytes(corpus("safetensors")[0])
     (folder / "model-00002-of-00002.safetensors").write_bytes(corpus("safetensors")[1])
     path = folder / "model.safetensors.index.json"
@@ -38,7 +38,7 @@ def _index(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _config(folder: Path, _: Path | None) -> Read:
+def _config(folder: Path, _: object) -> Read:
     (folder / "model.safetensors").write_bytes(corpus("safetensors")[0])
 
     def read(data: bytes) -> None:
@@ -52,7 +52,7 @@ def _config(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _tokenizer_settings(folder: Path, _: Path | None) -> Read:
+def _tokenizer_settings(folder: Path, _: object) -> Read:
     (folder / "tokenizer.json").write_bytes(corpus("tokenizer")[0])
 
     def read(data: bytes) -> None:

@@ -12,18 +12,19 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import LlamaDrafter, LlamaKernelDrafter
+from edge_runtime.backends.llama.loader import llama_library
+from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.gguf_header import TENSOR_TYPES, GgufHeader, read_gguf_header
 from edge_runtime.bundle.manifest import MEDIA_ENCODER
 from edge_runtime.media.encoder_inputs import Image
-from fuzzing.model_readers import TEXTS, opened_bundle
+from fuzzing.model_readers import TEXTS
 from fuzzing.readers import Read, Reader, data_start
-
-if TYPE_CHECKING:
-    from edge_runtime.backends.llama.context import LlamaOptions
 
 _PROMPT = (2, 5, 6, 7)
 # One change of weights: tensor, first block, how many blocks, the byte in each, and the bytes that are written there, at most 8.
@@ -40,8 +41,6 @@ def pack_by_row_kernels() -> None:
 
     For a process that has loaded no model yet: ggml keeps the list of what packs from then on.
     """
-    from edge_runtime.backends.llama.loader import llama_library
-
     library = llama_library()
     if library.row_kernels is not None:
         types = library.api._lib._Z39ggml_backend_cpu_get_extra_buffer_typesv
@@ -52,8 +51,6 @@ def pack_by_row_kernels() -> None:
 
 
 def _options() -> LlamaOptions:
-    from edge_runtime.backends.llama.context import LlamaOptions
-
     return LlamaOptions(context=64, threads=1, batch=64, use_extra_bufts=bool(_packing))
 
 
@@ -105,19 +102,16 @@ def _file_with_header(folder: Path, source: Path) -> Callable[[bytes], Path]:
     return put
 
 
-def _target_file(bundle: Path) -> Path:
-    return opened_bundle(bundle).path("target", "gguf")
+def _target_file(bundle: Bundle) -> Path:
+    return bundle.path("target", "gguf")
 
 
-def _drafter_file(bundle: Path) -> Path:
-    return opened_bundle(bundle).path("drafter", "gguf")
+def _drafter_file(bundle: Bundle) -> Path:
+    return bundle.path("drafter", "gguf")
 
 
-def _model(folder: Path, bundle: Path | None) -> Read:
+def _model(folder: Path, bundle: Bundle) -> Read:
     """The target, opened and used for texts and one token."""
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    assert bundle is not None
     put = _file_with_header(folder, _target_file(bundle))
 
     def read(data: bytes) -> None:
@@ -131,12 +125,8 @@ def _model(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _drafter(folder: Path, bundle: Path | None) -> Read:
+def _drafter(folder: Path, bundle: Bundle) -> Read:
     """The drafters with the dense head on a sound target's cache, opened and used for a draft: the kernels' own, then llama.cpp's."""
-    from edge_runtime.backends.llama.drafter import LlamaDrafter, LlamaKernelDrafter
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    assert bundle is not None
     put, target_file = _file_with_header(folder, _drafter_file(bundle)), Path(shutil.copy(_target_file(bundle), folder))
     target = LlamaTarget(target_file, _options())
     target.verify(list(_PROMPT))
@@ -151,15 +141,12 @@ def _drafter(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _encoder_file(bundle: Path) -> Path:
-    return opened_bundle(bundle).path(MEDIA_ENCODER, "gguf")
+def _encoder_file(bundle: Bundle) -> Path:
+    return bundle.path(MEDIA_ENCODER, "gguf")
 
 
-def _encoder(folder: Path, bundle: Path | None) -> Read:
+def _encoder(folder: Path, bundle: Bundle) -> Read:
     """The encoder of images on a sound target, opened and used for an image."""
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    assert bundle is not None
     put = _file_with_header(folder, _encoder_file(bundle))
     image = Image(np.random.default_rng(1).integers(0, 256, (96, 144, 3), dtype=np.uint8))
     shared = LlamaTarget(_target_file(bundle), _options()).shared
@@ -171,12 +158,8 @@ def _encoder(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _weights(folder: Path, bundle: Path | None) -> Read:
+def _weights(folder: Path, bundle: Bundle) -> Read:
     """Target and drafter with changed weights: verifies of one row and of several, and a draft. An input is a list of _CHANGE."""
-    from edge_runtime.backends.llama.drafter import LlamaDrafter
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    assert bundle is not None
     sources = _target_file(bundle), _drafter_file(bundle)
     headers, originals = [read_gguf_header(path) for path in sources], [path.read_bytes() for path in sources]
     paths = [folder / path.name for path in sources]
@@ -204,7 +187,7 @@ def _changed_weights(header: GgufHeader, original: bytes, changes: Sequence[tupl
     return bytes(data)
 
 
-def _weight_seeds(_: Path) -> Sequence[bytes]:
+def _weight_seeds(_: Bundle) -> Sequence[bytes]:
     """Changes of scales: those of a block of ggml are halves at its beginning or its end, those of norms are floats."""
     halves = [(place, struct.pack("<H", half)) for half in _HALVES for place in (0, 2, 208)]
     floats = [(0, struct.pack("<f", number)) for number in _FLOATS]
@@ -217,8 +200,8 @@ def _of(place: int, value: bytes) -> tuple[int, int, bytes]:
 
 
 READERS = (
-    Reader(name="gguf-encoder", make=_encoder, needs_bundle=True, needs_encoder=True, header_of=_encoder_file, focus=gguf_places),
-    Reader(name="gguf-model", make=_model, needs_bundle=True, header_of=_target_file, focus=gguf_places),
-    Reader(name="gguf-drafter", make=_drafter, needs_bundle=True, header_of=_drafter_file, focus=gguf_places),
-    Reader(name="gguf-weights", make=_weights, needs_bundle=True, seeds=_weight_seeds, memory_factor=math.inf),
+    Reader(name="gguf-encoder", make=_encoder, needs="encoder", header_of=_encoder_file, focus=gguf_places),
+    Reader(name="gguf-model", make=_model, needs="gguf", header_of=_target_file, focus=gguf_places),
+    Reader(name="gguf-drafter", make=_drafter, needs="gguf", header_of=_drafter_file, focus=gguf_places),
+    Reader(name="gguf-weights", make=_weights, needs="gguf", seeds=_weight_seeds, memory_factor=math.inf),
 )

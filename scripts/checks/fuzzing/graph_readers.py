@@ -9,30 +9,29 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft
+from edge_runtime.backends.onnx.open import open_pair
+from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, pair_of
+from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BackendError
+from edge_runtime.session.load_options import LoadOptions
+from edge_runtime.session.open import open_session
 from fuzzing.guarded import guarded_arrays
 from fuzzing.meaning import changed_graph, changed_manifest
-from fuzzing.model_readers import opened_bundle
 from fuzzing.readers import Read, Reader
 from fuzzing.runtime_readers import hashed
 
 _CONTEXT, _PROMPT, _DRAFTS = 128, [5, 6, 7, 8], 3
 
 
-def _copy(bundle: Path, folder: Path) -> Path:
-    copy = folder / "bundle"
-    shutil.copytree(bundle, copy)
-    return copy
+def _copy(bundle: Bundle, folder: Path) -> Bundle:
+    return open_bundle(shutil.copytree(bundle.folder, folder / "bundle"))
 
 
-def _drafter(folder: Path, bundle: Path | None) -> Read:
+def _drafter(folder: Path, bundle: Bundle) -> Read:
     """The graph's weights, handed to the kernels' drafter, and drafts with them behind a sound target."""
-    from edge_runtime.backends.onnx.drafter import KernelDrafter, OtherGraphError, load_draft
-    from edge_runtime.backends.onnx.open import open_pair
-    from edge_runtime.backends.onnx.target import OrtOptions, OrtTarget, pair_of
-    from edge_runtime.bundle.onnx_graph import check_onnx
-
-    opened = opened_bundle(_copy(opened_bundle(bundle).folder, folder))
+    opened = _copy(bundle, folder)
     files = pair_of(opened, drafter=True)
     # Kept open for the whole campaign: the process ends with it.
     target, _ = open_pair(files, OrtOptions(context=_CONTEXT, threads=1))
@@ -56,16 +55,13 @@ def _drafter(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _graph(bundle: Path) -> Sequence[bytes]:
-    return [opened_bundle(bundle).path("drafter", "onnx").read_bytes()]
+def _graph(bundle: Bundle) -> Sequence[bytes]:
+    return [bundle.path("drafter", "onnx").read_bytes()]
 
 
-def _bundle(folder: Path, bundle: Path | None) -> Read:
+def _bundle(folder: Path, bundle: Bundle) -> Read:
     """A whole bundle that is opened to continue a text."""
-    from edge_runtime.session.load_options import LoadOptions
-    from edge_runtime.session.open import open_session
-
-    copy = _copy(opened_bundle(bundle).folder, folder)
+    copy = _copy(bundle, folder).folder
 
     def read(data: bytes) -> None:
         (copy / "manifest.json").write_bytes(hashed(data))
@@ -75,25 +71,16 @@ def _bundle(folder: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _manifest(bundle: Path) -> Sequence[bytes]:
-    return [(opened_bundle(bundle).folder / "manifest.json").read_bytes()]
+def _manifest(bundle: Bundle) -> Sequence[bytes]:
+    return [(bundle.folder / "manifest.json").read_bytes()]
 
 
 READERS = (
-    Reader(
-        name="onnx-drafter",
-        make=_drafter,
-        needs_bundle=True,
-        needs_graphs=True,
-        seeds=_graph,
-        by_meaning=changed_graph,
-        memory_factor=200.0,
-    ),
+    Reader(name="onnx-drafter", make=_drafter, needs="graphs", seeds=_graph, by_meaning=changed_graph, memory_factor=200.0),
     Reader(
         name="bundle-facts",
         make=_bundle,
-        needs_bundle=True,
-        needs_graphs=True,
+        needs="graphs",
         seeds=_manifest,
         by_meaning=changed_manifest,
         structured=True,

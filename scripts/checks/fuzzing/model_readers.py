@@ -5,15 +5,24 @@ Whole GGUF models are in gguf_readers.py."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from edge_runtime.bundle.bundle import Bundle, open_bundle
+from edge_runtime.backends.llama.context import LlamaOptions
+from edge_runtime.backends.llama.drafter import read_head
+from edge_runtime.backends.llama.target import LlamaTarget
+from edge_runtime.backends.onnx.devices import Graph, SessionOptions
+from edge_runtime.backends.onnx.target import TokenizerVocabulary
+from edge_runtime.bundle.bundle import Bundle
 from edge_runtime.bundle.manifest import OnnxGraphs
+from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.errors import BackendError, RequestError
 from edge_runtime.interfaces import KvRows
+from edge_runtime.text.template_renderer import Renderer, TemplateError
 from fuzzing.readers import PARSED, Read, Reader
+from fuzzing.runtime_readers import make_weights
 
 _GRAPHS = OnnxGraphs(
     opset=23, contrib_ops=(), rotations=(), context=64, bos_token=2, eos_token=1, eog_tokens=(1,), control_tokens=(0, 1, 2, 3)
@@ -25,15 +34,12 @@ TEXTS = ("def area(r):\n", "<|turn>user\n<eos>\u00e9\U0001f600 \x00", " " * 50)
 _HEAD = {"hidden_size": 32, "vocabulary": 30}
 
 
-def opened_bundle(bundle: Path | None) -> Bundle:
-    """The bundle of a campaign that needs one."""
-    assert bundle is not None
-    return open_bundle(bundle)
+def opened_target(bundle: Bundle, *, draft: bool = True) -> LlamaTarget:
+    """The bundle's target. Readers keep it open for the whole campaign: the process ends with it."""
+    return LlamaTarget(bundle.path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=draft))
 
 
-def _mapped_head(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.llama.drafter import read_head
-
+def _mapped_head(folder: Path, _: object) -> Read:
     path = folder / "head.gguf"
 
     def read(data: bytes) -> None:
@@ -43,11 +49,7 @@ def _mapped_head(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _onnx_model(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.devices import Graph, SessionOptions
-    from edge_runtime.bundle.onnx_graph import check_onnx
-    from fuzzing.stand_ins import make_weights
-
+def _onnx_model(folder: Path, _: object) -> Read:
     make_weights(folder)
     path, options = folder / "model.onnx", SessionOptions(threads=1)
 
@@ -59,9 +61,7 @@ def _onnx_model(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _tokenizer(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.target import TokenizerVocabulary
-
+def _tokenizer(folder: Path, _: object) -> Read:
     path = folder / "tokenizer.json"
 
     def read(data: bytes) -> None:
@@ -75,27 +75,11 @@ def _tokenizer(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _prompt(_: Path, bundle: Path | None) -> Read:
+def _prompt(_: Path, bundle: Bundle) -> Read:
     """Any text to tokens and back, on both libraries; control tokens must not come from it."""
-    from edge_runtime.backends.llama.context import LlamaOptions
-    from edge_runtime.backends.llama.target import LlamaTarget
-    from edge_runtime.backends.onnx.target import TokenizerVocabulary
-
-    opened = opened_bundle(bundle)
-    # Kept open for the whole campaign: the process ends with it.
-    target = LlamaTarget(opened.path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64))
-    control = frozenset(target.vocabulary.control_tokens.values())
-    graphs = OnnxGraphs(
-        opset=23,
-        contrib_ops=(),
-        rotations=(),
-        context=64,
-        bos_token=2,
-        eos_token=1,
-        eog_tokens=(1,),
-        control_tokens=tuple(sorted(control)),
-    )
-    other = TokenizerVocabulary(opened.path("tokenizer"), graphs, opened.manifest.architecture.vocab_size)
+    target = opened_target(bundle)
+    graphs = replace(_GRAPHS, control_tokens=tuple(sorted(target.vocabulary.control_tokens.values())))
+    other = TokenizerVocabulary(bundle.path("tokenizer"), graphs, bundle.manifest.architecture.vocab_size)
 
     def read(data: bytes) -> None:
         text = data.decode("utf-8", "surrogateescape")
@@ -109,9 +93,7 @@ def _prompt(_: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _template(_: Path, __: Path | None) -> Read:
-    from edge_runtime.text.template_renderer import Renderer, TemplateError
-
+def _template(_: Path, __: object) -> Read:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "tool_calls": []}]
 
     def read(data: bytes) -> None:
@@ -124,12 +106,8 @@ def _template(_: Path, __: Path | None) -> Read:
     return read
 
 
-def _kv_state(_: Path, bundle: Path | None) -> Read:
-    from edge_runtime.backends.llama.context import LlamaOptions
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    target = LlamaTarget(opened_bundle(bundle).path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=False))
-
+def _kv_state(_: Path, bundle: Bundle) -> Read:
+    target = opened_target(bundle, draft=False)
     full, sliding = (_STATE_ROWS * size for size in target.row_bytes)
 
     def read(data: bytes) -> None:
@@ -143,11 +121,8 @@ def _kv_state(_: Path, bundle: Path | None) -> Read:
     return read
 
 
-def _states(bundle: Path) -> Sequence[bytes]:
-    from edge_runtime.backends.llama.context import LlamaOptions
-    from edge_runtime.backends.llama.target import LlamaTarget
-
-    with LlamaTarget(opened_bundle(bundle).path("target", "gguf"), LlamaOptions(context=64, threads=1, batch=64, draft=False)) as target:
+def _states(bundle: Bundle) -> Sequence[bytes]:
+    with opened_target(bundle, draft=False) as target:
         target.prefill(list(range(5, 5 + _STATE_ROWS)))
         return [b"".join(part.tobytes() for part in target.state())]
 
@@ -156,7 +131,7 @@ READERS = (
     Reader(name="head-file", make=_mapped_head),
     Reader(name="onnx-model", make=_onnx_model, corpus="onnx", memory_factor=PARSED),
     Reader(name="tokenizer-library", make=_tokenizer, corpus="tokenizer", structured=True, memory_factor=PARSED),
-    Reader(name="prompt", make=_prompt, needs_bundle=True, memory_factor=PARSED),
+    Reader(name="prompt", make=_prompt, needs="gguf", memory_factor=PARSED),
     Reader(name="chat-template", make=_template, guarded=False, memory_factor=PARSED),
-    Reader(name="kv-state", make=_kv_state, needs_bundle=True, seeds=_states, memory_factor=8.0),
+    Reader(name="kv-state", make=_kv_state, needs="gguf", seeds=_states, memory_factor=8.0),
 )

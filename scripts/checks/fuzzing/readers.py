@@ -6,9 +6,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from edge_devices.errors import DeviceError
 from edge_export.errors import ExportError
+from edge_runtime.bundle.bundle import Bundle, open_bundle
 from edge_runtime.bundle.gguf_header import read_gguf_header
 from edge_runtime.errors import EdgeRuntimeError
 
@@ -18,6 +20,8 @@ OWN_ERRORS: tuple[type[Exception], ...] = (EdgeRuntimeError, ExportError, Device
 PARSED = 60.0
 
 Read = Callable[[bytes], None]
+# What a bundle has: GGUF files, these and an encoder of images, or ONNX graphs with an int8 drafter.
+Needs = Literal["gguf", "encoder", "graphs"]
 ByMeaning = Callable[[bytes, random.Random], bytes]
 
 
@@ -36,8 +40,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """One reader. `make` returns its read function; it gets an empty folder and, if `needs_bundle`, the folder of an exported bundle, which
-    has an encoder of images if `needs_encoder`, and ONNX graphs with an int8 drafter if `needs_graphs`.
+    """One reader. `make` returns its read function; it gets an empty folder, and an exported bundle if it `needs` one.
 
     `memory_factor`: bytes it may allocate per byte of input, plus a fixed slack. `guarded`: it may open no file outside its folder and run
     no code; jinja2, which compiles templates to Python, is not guarded. `header_of`: the GGUF file whose header is the only valid input.
@@ -45,16 +48,14 @@ class Reader:
     """
 
     name: str
-    make: Callable[[Path, Path | None], Read]
+    make: Callable[[Path, Any], Read]
     structured: bool = False
     memory_factor: float = 2.0
-    needs_bundle: bool = False
-    needs_encoder: bool = False
-    needs_graphs: bool = False
+    needs: Needs | None = None
     guarded: bool = True
     corpus: str | None = None
-    seeds: Callable[[Path], Sequence[bytes]] | None = None
-    header_of: Callable[[Path], Path] | None = None
+    seeds: Callable[[Bundle], Sequence[bytes]] | None = None
+    header_of: Callable[[Bundle], Path] | None = None
     focus: Callable[[bytes], Sequence[tuple[int, int]]] | None = None
     by_meaning: ByMeaning | None = None
     errors: tuple[type[Exception], ...] = OWN_ERRORS
@@ -62,11 +63,12 @@ class Reader:
     def open(self, folder: Path, bundle: Path | None) -> Opened:
         """Makes the folder and reads the corpus."""
         folder.mkdir(parents=True)
-        if self.needs_bundle and bundle is None:
+        if self.needs and bundle is None:
             raise ValueError(f"{self.name} needs an exported bundle")
-        seeds, beside = self._seeds(bundle)
+        opened = open_bundle(bundle) if self.needs and bundle else None
+        seeds, beside = self._seeds(opened)
         focus = self.focus(seeds[0]) if self.focus else ()
-        read = self.make(folder, bundle)
+        read = self.make(folder, opened)
         return Opened(
             folder=folder,
             seeds=seeds,
@@ -77,7 +79,7 @@ class Reader:
             by_meaning=self.by_meaning,
         )
 
-    def _seeds(self, bundle: Path | None) -> tuple[Sequence[bytes], int]:
+    def _seeds(self, bundle: Bundle | None) -> tuple[Sequence[bytes], int]:
         if self.header_of and bundle:
             whole = (path := self.header_of(bundle)).read_bytes()
             start = data_start(path)
@@ -98,10 +100,10 @@ def corpus(name: str) -> list[bytes]:
     return files
 
 
-def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Path | None], Read]:
+def from_file(name: str, read: Callable[[Path], object]) -> Callable[[Path, Any], Read]:
     """Returns a `make` function for a reader that takes each input as a file of this name."""
 
-    def make(folder: Path, _: Path | None) -> Read:
+    def make(folder: Path, _: object) -> Read:
         path = folder / name
 
         def read_input(data: bytes) -> None:

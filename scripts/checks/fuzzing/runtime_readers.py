@@ -1,12 +1,15 @@
-"""The runtime's readers of files that need no model."""
+"""The runtime's readers of files that need no model, decoders of images and sound among them."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import numpy as np
 
+from edge_runtime.backends.onnx.graph_memory import check_graph_memory
+from edge_runtime.backends.onnx.static_target import Embedding
 from edge_runtime.bundle.bundle import open_bundle
 from edge_runtime.bundle.gguf_header import GgufError, read_gguf_header
 from edge_runtime.bundle.manifest import with_hash
@@ -15,6 +18,8 @@ from edge_runtime.bundle.onnx_graph import check_onnx
 from edge_runtime.calibration.first_use import COSTS
 from edge_runtime.config.settings import read_config
 from edge_runtime.drafting.energy_objective import read_phase_power
+from edge_runtime.media.decoder import decode_image, decode_sound
+from edge_runtime.media.encoder_inputs import kind_of
 from edge_runtime.server.apis.ollama import read_ollama_chat
 from edge_runtime.server.apis.responses_api import read_response
 from edge_runtime.server.errors import ApiError
@@ -22,11 +27,22 @@ from edge_runtime.server.http.body import parse_json
 from edge_runtime.server.requests.completions import read_chat, read_completion
 from edge_runtime.session import chat
 from edge_runtime.session.prompt_cache import SegmentFile
-from fuzzing.readers import OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
-from fuzzing.stand_ins import DUMMIES, make_weights
+from fuzzing.readers import CORPUS, OWN_ERRORS, PARSED, Read, Reader, corpus, from_file
+
+# Content of the files named in the manifests of the corpus.
+DUMMIES = {
+    "target.gguf": b"t" * 11,
+    "drafter.gguf": b"d" * 7,
+    "tokenizer.json": b"{}",
+    "weights.onnx_data": b"w" * 64,
+    "target.onnx": b"g" * 5,
+}
+# Pixels and samples take more bytes than compressed files; the limits of encoder_inputs.py bound them.
+_DECODED = 2.0e6
+_BUDGET = 70
 
 
-def _manifest(folder: Path, _: Path | None) -> Read:
+def _manifest(folder: Path, _: object) -> Read:
     bundle = folder / "bundle"
     bundle.mkdir()
     for name, content in DUMMIES.items():
@@ -48,9 +64,14 @@ def hashed(data: bytes) -> bytes:
         return data
 
 
-def _onnx(folder: Path, _: Path | None) -> Read:
-    from edge_runtime.backends.onnx.graph_memory import check_graph_memory
+def make_weights(folder: Path) -> None:
+    """Writes the weight files of the corpus's graphs, as sparse files."""
+    for name, size in json.loads((CORPUS / "onnx-data.json").read_text()).items():
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
 
+
+def _onnx(folder: Path, _: object) -> Read:
     make_weights(folder)
     path = folder / "model.onnx"
     # Sizes that are known at run time only.
@@ -64,7 +85,7 @@ def _onnx(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _state(folder: Path, _: Path | None) -> Read:
+def _state(folder: Path, _: object) -> Read:
     path, sizes = folder / "state", (16, 8)
     facts = {"bundle": "bundle", "engine": "llama", "kv_type": "f16", "rows": "16+8", "kernels": "kernels"}
 
@@ -77,7 +98,7 @@ def _state(folder: Path, _: Path | None) -> Read:
     return read
 
 
-def _request(_: Path, __: Path | None) -> Read:
+def _request(_: Path, __: object) -> Read:
     def read(data: bytes) -> None:
         body = parse_json(data)
         read = read_response if "input" in body else read_ollama_chat if "options" in body else read_chat
@@ -87,10 +108,32 @@ def _request(_: Path, __: Path | None) -> Read:
 
 
 def _numpy_table(path: Path) -> None:
-    from edge_runtime.backends.onnx.static_target import Embedding
-
     table = Embedding(path, 8, 16, 1.0)
     table.lookup(np.array([0, 7]), np.zeros((1, 2, 16), np.float32))
+
+
+def _image(_: Path, __: object) -> Read:
+    def read(data: bytes) -> None:
+        image = decode_image(data, _BUDGET)
+        assert 0 < image.rows <= _BUDGET
+
+    _import("PIL.Image", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.WebPImagePlugin")
+    return read
+
+
+def _sound(_: Path, __: object) -> Read:
+    def read(data: bytes) -> None:
+        if kind_of(data) == "sound":
+            decode_sound(data).mel_frames()
+
+    _import("soundfile")
+    return read
+
+
+def _import(*names: str) -> None:
+    """Libraries are imported before the campaign forbids it."""
+    for name in names:
+        importlib.import_module(name)
 
 
 READERS = (
@@ -114,4 +157,6 @@ READERS = (
         memory_factor=PARSED,
     ),
     Reader(name="api-request", make=_request, structured=True, memory_factor=PARSED, errors=(*OWN_ERRORS, ApiError)),
+    Reader(name="image", make=_image, memory_factor=_DECODED),
+    Reader(name="sound", make=_sound, memory_factor=_DECODED),
 )
