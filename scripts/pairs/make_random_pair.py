@@ -21,19 +21,17 @@ from ml_dtypes import bfloat16
 
 from edge_export.checkpoint.architecture import TOKEN_ORDERING, Shapes, needed_shapes, parse_architecture
 from edge_export.checkpoint.sources import reference_pair
+from edge_export.checkpoint.weight_formats import published_config
 from refpair import tokenizer
 
 BLOCK = 8 << 20
 SHARD_BYTES = 2 << 30
 OWNING_LAYERS = 15
 SLIDING, FULL = "sliding_attention", "full_attention"
-HEADS: dict[str, Any] = {
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "sliding_window": 512,
+# What transformers needs beside the sizes that the exporter knows of each member.
+COMMON: dict[str, Any] = {
+    "model_type": "gemma4_text",
     "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_k_eq_v": False,
@@ -50,51 +48,36 @@ HEADS: dict[str, Any] = {
 
 def target_config(vocabulary: int, layers: int) -> dict[str, Any]:
     """Returns config.json of the E2B text model with its first `layers` layers; the first 15 have their own K/V."""
-    return HEADS | {
-        "model_type": "gemma4_text",
+    text = _published(assistant=False)["text_config"] | COMMON
+    return text | {
         "architectures": ["Gemma4ForCausalLM"],
         "dtype": "bfloat16",
         "vocab_size": vocabulary,
         "vocab_size_per_layer_input": vocabulary,
-        "hidden_size": 1536,
-        "intermediate_size": 6144,
         "num_hidden_layers": layers,
-        "num_attention_heads": 8,
-        "hidden_size_per_layer_input": 256,
         "num_kv_shared_layers": max(0, layers - OWNING_LAYERS),
-        "use_double_wide_mlp": True,
-        "layer_types": ([SLIDING] * 4 + [FULL]) * (layers // 5),
-        "final_logit_softcapping": 30.0,
+        "layer_types": text["layer_types"][:layers],
     }
 
 
 def drafter_config(vocabulary: int) -> dict[str, Any]:
     """Returns config.json of the E2B assistant."""
-    text = HEADS | {
-        "model_type": "gemma4_text",
-        "vocab_size": vocabulary,
-        "vocab_size_per_layer_input": 0,
-        "hidden_size_per_layer_input": 0,
-        "hidden_size": 256,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_kv_shared_layers": 4,
-        "layer_types": [SLIDING] * 3 + [FULL],
-        "use_double_wide_mlp": False,
-        "final_logit_softcapping": None,
-    }
-    return {
-        "model_type": "gemma4_assistant",
+    config = _published(assistant=True)
+    text = config["text_config"] | COMMON | {"vocab_size": vocabulary, "vocab_size_per_layer_input": 0, "use_double_wide_mlp": False}
+    return config | {
         "architectures": ["Gemma4AssistantForCausalLM"],
         "dtype": "bfloat16",
-        "backbone_hidden_size": 1536,
-        "use_ordered_embeddings": True,
         "num_centroids": vocabulary // 128,
         "centroid_intermediate_top_k": 32,
         "tie_word_embeddings": True,
-        "text_config": text,
+        "text_config": text | {"final_logit_softcapping": None},
     }
+
+
+def _published(*, assistant: bool) -> dict[str, Any]:
+    config = published_config("E2B", assistant=assistant)
+    assert config is not None
+    return config
 
 
 def write_shards(shapes: Shapes, folder: Path, seed: int) -> None:

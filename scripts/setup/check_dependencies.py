@@ -115,21 +115,8 @@ def query_advisories(tool: Sequence[str], lock: Path, service: str) -> Advisorie
     """Runs pip-audit on a lock; returns its findings, or why the service cannot be reached. Raises RuntimeError for other failures."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "audit.json"
-        command = [
-            *tool,
-            "-s",
-            service,
-            "--disable-pip",
-            "--require-hashes",
-            "-r",
-            str(lock),
-            "-f",
-            "json",
-            "-o",
-            str(output),
-            "--progress-spinner",
-            "off",
-        ]
+        options = ["--disable-pip", "--require-hashes", "--progress-spinner", "off", "-f", "json"]
+        command = [*tool, *options, "-s", service, "-r", str(lock), "-o", str(output)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
         if output.is_file() and output.stat().st_size:
             return read_advisories(json.loads(output.read_text(encoding="utf-8")))
