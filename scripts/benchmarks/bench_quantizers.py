@@ -14,7 +14,7 @@ import ctypes
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -42,8 +42,9 @@ from edge_export.quantization.calibration import CALIBRATION_TEXT
 from edge_export.quantization.gguf_quantization import compensate_gguf, importance_matrix, quantize_gguf
 from edge_export.quantization.importance import Importance, SecondMoments, fitted, matrix_kind
 from edge_runtime.backends.llama.loader import llama_library
+from edge_runtime.bundle.bundle import Quality
 from edge_runtime.bundle.gguf_header import QUANTIZATIONS
-from edge_runtime.decoding.quality import SKIPPED_ROWS, TIE
+from edge_runtime.decoding.quality import joined, read_reference, row_figures, write_reference
 
 Floats = NDArray[np.float32]
 # Dequantized weights of a matrix, and how many bytes it takes.
@@ -51,8 +52,6 @@ Made = tuple[Floats, int]
 Quantizer = Callable[[str, Floats], Made]
 # Program, name, and what makes all matrices.
 Way = tuple[str, str, Callable[[], Iterator[tuple[str, Made]]]]
-# Rows whose figures are computed at once.
-ROWS = 64
 TABLE = "token_embd.weight"
 # The fields of a format that some of a layer's matrices have as their own.
 APART = {
@@ -69,18 +68,13 @@ OWN_ONNX = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
-    """What one way loses: mean KL in nats with its standard error, perplexity, kept first choices, bytes of the quantized matrices."""
+class Loss(Quality):
+    """What one way loses; `bytes` are those of the quantized matrices."""
 
     program: str
     way: str
     bytes: int
-    rows: int
-    kl: float
     kl_error: float
-    perplexity: float
-    reference_perplexity: float
-    greedy_agreement: float
 
 
 class Model:
@@ -95,12 +89,10 @@ class Model:
                 self.matrices[short] = parameter
         self._exact = {name: _kept(parameter.detach()) for name, parameter in self.matrices.items()}
         source = ResolvedSource(role="target", origin=str(folder), checkpoint=open_checkpoint(folder), tokenizer=read_vocabulary(folder))
-        self._texts = held_out_tokens(tokenizer_of(source), tokens)
-        self._reference = {}
-        for kind, text in self._texts.items():
-            rows = self._logits(text).numpy()
-            self._reference[kind] = np.memmap(scratch / f"{kind}.f32", np.float32, "w+", shape=rows.shape)
-            self._reference[kind][:] = rows
+        self._references = {}
+        for kind, text in held_out_tokens(tokenizer_of(source), tokens).items():
+            write_reference(scratch, kind, text, [self._logits(text)])
+            self._references[kind] = read_reference(scratch, kind)
 
     def own(self, name: str) -> Floats:
         """The matrix's own weights [N, K]."""
@@ -118,40 +110,17 @@ class Model:
                     self.matrices[name].copy_(torch.from_numpy(np.ascontiguousarray(weights, np.float32)))
                 changed.append(name)
                 stored += count
-            kl, surprise, theirs, agrees = torch.cat([self._rows(kind) for kind in self._texts], 1).double()
+            rows = {kind: row_figures(each.logits, [self._logits(each.tokens)], each.tokens) for kind, each in self._references.items()}
         finally:
             with torch.inference_mode():
                 for name in changed:
                     self.matrices[name].copy_(self._exact[name])
-        return Loss(
-            program=program,
-            way=way,
-            bytes=stored,
-            rows=len(kl),
-            kl=float(kl.mean()),
-            kl_error=float(kl.std(correction=0) / len(kl) ** 0.5),
-            perplexity=float(surprise.mean().exp()),
-            reference_perplexity=float(theirs.mean().exp()),
-            greedy_agreement=float(agrees.mean()),
-        )
+        figures = joined(rows)
+        return Loss(program=program, way=way, bytes=stored, kl_error=figures.kl_error, **asdict(figures.quality))
 
-    def _rows(self, kind: str) -> torch.Tensor:
-        """KL, both surprises and whether the first choice is the reference's, [4, rows]: as edge_runtime.decoding.quality has them."""
-        text, parts = self._texts[kind], list[torch.Tensor]()
-        logits, following = self._logits(text), torch.tensor(text[1:])[:, None]
-        for first in range(SKIPPED_ROWS, len(text) - 1, ROWS):
-            here = slice(first, min(first + ROWS, len(text) - 1))
-            theirs, own = torch.from_numpy(np.array(self._reference[kind][here])), logits[here]
-            expected, actual = theirs.log_softmax(-1), own.log_softmax(-1)
-            chosen = theirs.gather(1, own.argmax(-1, keepdim=True))[:, 0]
-            agrees = theirs.amax(-1) - chosen <= TIE * theirs.std(-1, correction=0)
-            surprises = [-each.gather(1, following[here])[:, 0] for each in (actual, expected)]
-            parts.append(torch.stack([(expected.exp() * (expected - actual)).sum(-1), *surprises, agrees.float()]))
-        return torch.cat(parts, 1)
-
-    def _logits(self, tokens: list[int]) -> torch.Tensor:
+    def _logits(self, tokens: Sequence[int]) -> Floats:
         with torch.inference_mode():
-            logits: torch.Tensor = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+            logits: Floats = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float().numpy()
         return logits
 
 
@@ -243,7 +212,7 @@ def report(losses: list[Loss]) -> str:
     """One line per way, by bytes."""
     lines = ["| program | weights | MB | mean KL | perplexity | same first choice |", "|:--|:--|--:|--:|--:|--:|"]
     lines += [
-        f"| {each.program} | {each.way} | {each.bytes / 1e6:.0f} | {each.kl:.3f} ± {each.kl_error:.3f} | {each.perplexity:.1f} |"
+        f"| {each.program} | {each.way} | {each.bytes / 1e6:.0f} | {each.mean_kl:.3f} ± {each.kl_error:.3f} | {each.perplexity:.1f} |"
         f" {each.greedy_agreement:.0%} |"
         for each in sorted(losses, key=lambda each: each.bytes)
     ]

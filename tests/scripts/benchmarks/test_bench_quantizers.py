@@ -34,7 +34,7 @@ def test_ways_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     made = {loss["way"]: loss for loss in json.loads((tmp_path / "made.json").read_text())}
     assert list(made) == ["ONNX int8, calibrated", "ONNX int8 in blocks of 128, calibrated", "GGUF q4_0, calibrated"]
     small, large, four = made.values()
-    assert 0 < small["kl"] < large["kl"] < four["kl"]
+    assert 0 < small["mean_kl"] < large["mean_kl"] < four["mean_kl"]
     assert four["bytes"] < large["bytes"] < small["bytes"]
     assert {loss["reference_perplexity"] for loss in made.values()} == {small["reference_perplexity"]}
     assert small["rows"] == 3 * (40 - 9)
