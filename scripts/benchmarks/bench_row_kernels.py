@@ -3,9 +3,7 @@
     python scripts/benchmarks/bench_row_kernels.py /tmp/wide-bundle --threads 2
 
 A process measures one backend: threads of llama.cpp spin behind each graph, and take the cores from onnxruntime.
-Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row. Also says
-how many rows of a verify have the bits of the same row alone, and how fast one row reads the weights beside
-what the probe of `edge-run plan` reads.
+Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from pathlib import Path
 import click
 import numpy as np
 
-from edge_devices.machine.memory import read_bandwidth
 from edge_runtime.backends.kernels import ggml
 from edge_runtime.backends.kernels.loader import VARIABLE, variant
 from edge_runtime.backends.llama.context import LlamaOptions
@@ -26,7 +23,6 @@ from edge_runtime.backends.llama.target import LlamaTarget
 from edge_runtime.backends.onnx.open import open_pair
 from edge_runtime.backends.onnx.target import GraphTarget, OrtOptions, pair_of
 from edge_runtime.bundle.bundle import Bundle, open_bundle
-from edge_runtime.planning.speed import row_reads
 
 PREFILL, CONTEXT = 512, 1024
 KERNELS = " with row kernels"
@@ -75,31 +71,18 @@ def milliseconds(target: AnyTarget, tokens: list[int], depth: int, *, prefill: b
     return (time.perf_counter() - start) * 1e3
 
 
-def equal_rows(target: AnyTarget, tokens: list[int], depth: int) -> int:
-    """How many rows of a verify of the tokens behind the first `depth` have the bits of the same row alone."""
-    target.rollback(0)
-    target.prefill(tokens[:depth])
-    alone = [target.verify([token])[0].copy() for token in tokens[depth:]]
-    target.rollback(depth)
-    return sum(np.array_equal(own, row) for own, row in zip(alone, target.verify(tokens[depth:]), strict=True))
-
-
 @click.command(context_settings={"show_default": True})
 @click.argument("folder", metavar="BUNDLE", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--backend", type=click.Choice(list(BACKENDS)), help="Which one, where BUNDLE has both formats.")
 @click.option("--threads", default=2)
 @click.option("--depth", default=64, help="Tokens before the verifies.")
 @click.option("--repeats", default=9)
-@click.option("--rows", default=",".join(map(str, ROWS)), help="Which numbers of rows, the first one 1.")
 @click.option("--prefills", default=5, help="Prefills of 512 tokens.")
 @click.option("--repack/--no-repack", default=True, help="Repacking of llama.cpp's own kernels dies where AMX is only advertised.")
-def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: int, rows: str, prefills: int, repack: bool) -> None:
+def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
     """Measure BUNDLE's target; prints a Markdown table."""
     if variant() is None:
         raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
-    batches = tuple(int(each) if each.isdecimal() else 0 for each in rows.split(","))
-    if batches[0] != 1 or not set(batches) <= set(ROWS):
-        raise click.UsageError(f"--rows {rows}: give numbers from 1 to {ROWS[-1]}, the first one 1")
     bundle = open_bundle(folder)
     backend = backend_of(bundle, backend)
     sides = open_sides(bundle, backend, threads, repack=repack)
@@ -109,10 +92,8 @@ def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: i
         target.prefill(tokens[:depth])
         milliseconds(target, tokens[depth : depth + ROWS[-1]], depth)
     times: dict[tuple[str, int], list[float]] = {}
-    bandwidth = 0.0
     for number in range(repeats):
-        bandwidth = max(bandwidth, read_bandwidth(threads) or 0) if number % 4 == 0 else bandwidth
-        for count in batches if number % 2 else reversed(batches):
+        for count in ROWS if number % 2 else reversed(ROWS):
             for name, target in sides.items():
                 switch_attention(name)
                 times.setdefault((name, count), []).append(milliseconds(target, tokens[depth : depth + count], depth))
@@ -124,16 +105,10 @@ def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: i
             target.prefill(tokens[:depth])
             times.setdefault((name, PREFILL), []).append(milliseconds(target, tokens[depth:], depth, prefill=True))
     print("| rows |" + "".join(f" {name}, ms (times one row) |" for name in sides) + f"\n|--:{'|--:' * len(sides)}|")
-    for count in (*batches, *([PREFILL] if prefills else [])):
+    for count in (*ROWS, *([PREFILL] if prefills else [])):
         medians = {name: float(np.median(times[name, count])) for name in sides}
         print(f"| {count} |" + "".join(f" {medians[name]:.1f} ({medians[name] / np.median(times[name, 1]):.2f}) |" for name in sides))
-    read = row_reads(bundle.manifest, BACKENDS[backend])
-    print(f"{threads} threads read {bandwidth / 1e9:.1f} GB/s, one row {read / 1e6:.0f} MB: the least time, its share of that bandwidth")
-    for name, target in sides.items():
-        switch_attention(name)
-        fastest = min(times[name, 1]) / 1e3
-        print(f"{name}: {fastest * 1e3:.2f} ms" + (f", {read / fastest / bandwidth:.0%}" if bandwidth else ""))
-        print(f"{name}: {equal_rows(target, tokens[: depth + ROWS[-1]], depth)} of {ROWS[-1]} rows equal the same row alone")
+    for target in sides.values():
         target.close()
 
 

@@ -1,6 +1,6 @@
 """Compares sampled tokens of a bundle with the target's own distribution, which is computed anew without drafts: p values by rule.
 
-    python scripts/checks/check_draws.py BUNDLE --backend llama --draws 200000 --output draws.jsonl
+    python scripts/checks/check_draws.py BUNDLE --backend llama --draws 200000 >draws.jsonl
 
 Each request has a random prompt, a draft length of 1 to 6, a rule and one set of options. Its rows are then computed plainly, in forwards
 of other widths, and three statistics are taken of each drawn token: its log probability (z of the sum), its place in the cumulative
@@ -16,6 +16,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,33 +144,18 @@ class Campaign:
 @click.option("--options", type=click.Choice(tuple(OPTIONS)), multiple=True, default=tuple(OPTIONS))
 @click.option("--threads", type=click.IntRange(min=1), default=1)
 @click.option("--seed", default=1)
-@click.option("--output", type=click.Path(path_type=Path), help="Append a JSON line for each here too.")
 @one_sentence_errors()
-def main(
-    bundle: Path,
-    backend: str,
-    draws: int,
-    rules: tuple[str, ...],
-    options: tuple[str, ...],
-    threads: int,
-    seed: int,
-    output: Path | None,
-) -> None:
-    """Draw tokens from BUNDLE by each rule with drafts, and compare them with the target's distribution."""
+def main(bundle: Path, backend: str, draws: int, rules: tuple[str, ...], options: tuple[str, ...], threads: int, seed: int) -> None:
+    """Draw tokens from BUNDLE by each rule with drafts, and compare them with the target's distribution; print a JSON line for each."""
     smallest, impossible = 1.0, 0
     with open_session(bundle, backend=cast(BackendKind, backend), context=CONTEXT, threads=threads) as session:
         campaign = Campaign(session, seed)
-        for name in options:
-            for rule in rules:
-                sums = campaign.run(rule, name, draws)
-                line = json.dumps(
-                    {"bundle": bundle.name, "backend": backend, "rule": rule, "options": name, "seed": seed, **sums.to_json()}
-                )
-                click.echo(line)
-                if output is not None:
-                    with output.open("a", encoding="utf-8") as file:
-                        file.write(f"{line}\n")
-                smallest, impossible = min(smallest, *sums.p_values().values()), impossible + sums.impossible
+        for name, rule in product(options, rules):
+            sums = campaign.run(rule, name, draws)
+            click.echo(
+                json.dumps({"bundle": bundle.name, "backend": backend, "rule": rule, "options": name, "seed": seed, **sums.to_json()})
+            )
+            smallest, impossible = min(smallest, *sums.p_values().values()), impossible + sums.impossible
     limit = ALPHA / (2 * len(rules) * len(options))
     if impossible or smallest < limit:
         raise click.ClickException(f"{impossible} tokens could not come, and the smallest p value is {smallest:.2g} (limit {limit:.2g})")

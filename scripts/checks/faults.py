@@ -24,8 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -153,41 +152,27 @@ def _seconds_of_an_export(output: Path) -> float:
         return time.monotonic() - begin
 
 
-def campaign(kind: str, runs: int, seed: int, on_outcome: Callable[[Outcome], None] = lambda _: None) -> None:
-    """Injects `runs` faults of a kind in a temporary folder. Raises FaultError at the first wrong result."""
-    chance = random.Random(f"{kind}:{seed}")
-    with tempfile.TemporaryDirectory() as name:
-        output = Path(name) / "bundle"
-        export(arguments(output), standalone_mode=False)
-        seconds = _seconds_of_an_export(output)
-        for _ in range(runs):
-            on_outcome(one_fault(kind, output, chance, seconds))
-
-
 @click.command(context_settings={"show_default": True})
 @click.argument("kind", type=click.Choice(KINDS))
 @click.option("--runs", type=click.IntRange(min=1), default=200)
 @click.option("--seed", default=1)
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="Append one JSON line per fault to this file.")
-def main(kind: str, runs: int, seed: int, output: Path | None) -> None:
-    """Export RUNS times with a fault of this KIND and print the results."""
+def main(kind: str, runs: int, seed: int) -> None:
+    """Export RUNS times with a fault of this KIND and print the results; end at the first wrong one."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore Ctrl-C, children too
-    counts: Counter[str] = Counter()
-    messages: Counter[str] = Counter()
-
-    def record(outcome: Outcome) -> None:
-        if output is not None:
-            with output.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(asdict(outcome)) + "\n")
-        counts[f"{outcome.left}, exit code {outcome.code}"] += 1
-        messages[outcome.message.partition("(")[2].partition(":")[0][:80]] += 1
-
-    try:
-        campaign(kind, runs, seed, record)
-    except FaultError as error:
-        raise click.ClickException(f"after {sum(counts.values())} runs: {error}") from error
-    click.echo(json.dumps({"kind": kind, "runs": runs, "seed": seed, "left": dict(counts), "said": dict(messages.most_common(6))}))
+    chance, counts, messages = random.Random(f"{kind}:{seed}"), Counter[str](), Counter[str]()
+    with tempfile.TemporaryDirectory() as name:
+        output = Path(name) / "bundle"
+        export(arguments(output), standalone_mode=False)
+        seconds = _seconds_of_an_export(output)
+        for run in range(runs):
+            try:
+                outcome = one_fault(kind, output, chance, seconds)
+            except FaultError as error:
+                raise click.ClickException(f"after {run} runs: {error}") from error
+            counts[f"{outcome.left}, exit code {outcome.code}"] += 1
+            messages[outcome.message.partition("(")[2].partition(":")[0][:80]] += 1
+    click.echo(json.dumps({"kind": kind, "runs": runs, "seed": seed, "left": counts, "said": dict(messages.most_common(6))}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import traceback
 import tracemalloc
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,6 @@ class Report:
     seconds: float
     slowest_ms: float
     failures: tuple[Failure, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys."""
-        return asdict(self)
 
 
 class _Shared:
