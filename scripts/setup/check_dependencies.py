@@ -21,41 +21,14 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 # Permissive licences, and MPL, whose copyleft ends at its own files: SPDX identifiers, and names that older metadata uses.
 ALLOWED = frozenset(
-    {
-        "0BSD",
-        "Apache-2.0",
-        "Apache-2.0 WITH LLVM-exception",
-        "BSD-2-Clause",
-        "BSD-3-Clause",
-        "BSL-1.0",
-        "CC0-1.0",
-        "CNRI-Python",
-        "HPND",
-        "ISC",
-        "MIT",
-        "MIT-0",
-        "MIT-CMU",
-        "MPL-2.0",
-        "PSF-2.0",
-        "Unlicense",
-        "Zlib",
-    }
+    {"0BSD", "BSD-2-Clause", "BSD-3-Clause", "MIT", "MIT-0", "MIT-CMU", "ISC", "Zlib", "HPND", "PSF-2.0", "CNRI-Python"}
+    | {"Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSL-1.0", "CC0-1.0", "Unlicense", "MPL-2.0"}
 )
 ALLOWED_NAMES = frozenset(
-    {
-        "3-Clause BSD License",
-        "Apache 2.0 License",
-        "Apache License, Version 2.0",
-        "Apache Software License",
-        "BSD",
-        "BSD License",
-        "DFSG approved",  # a classifier that stands beside the licence itself
-        "ISC License (ISCL)",
-        "MIT License",
-        "Mozilla Public License 2.0 (MPL 2.0)",
-        "Public Domain",
-        "Python Software Foundation License",
-    }
+    {"3-Clause BSD License", "BSD", "BSD License", "ISC License (ISCL)", "MIT License", "Python Software Foundation License"}
+    | {"Apache 2.0 License", "Apache License, Version 2.0", "Apache Software License"}
+    | {"Mozilla Public License 2.0 (MPL 2.0)", "Public Domain"}
+    | {"DFSG approved"}  # a classifier that stands beside the licence itself
 )
 SERVICES = ("pypi", "osv")
 _TIMEOUT_SECONDS = 600

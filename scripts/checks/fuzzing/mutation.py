@@ -7,90 +7,21 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    7,
-    127,
-    128,
-    255,
-    256,
-    4096,
-    65535,
-    1 << 31,
-    (1 << 31) - 1,
-    -(1 << 31),
-    1 << 32,
-    1 << 53,
-    1 << 62,
-    (1 << 63) - 1,
-    1 << 63,
-    -(1 << 63),
-)
-TEXTS = (
-    "",
-    " ",
-    "\0",
-    "..",
-    "../x",
-    "../../../../etc/passwd",
-    "/etc/passwd",
-    "C:\\x",
-    "a/../../x",
-    "~/x",
-    "\\\\host\\x",
-    "x" * 5000,
-    "\ud800",
-    "\u202e",
-    "%s%n",
-    "{{ ().__class__ }}",
-    "!!python/object/apply:os.system ['true']",
-    "cos\nsystem\n(S'true'\ntR.",
-    "&a [*a]",
-    "NaN",
-    "1e999",
-    "null",
-    "é" * 300,
-    "gguf",
-    "f16",
-)
-VALUES: tuple[Any, ...] = (
-    *NUMBERS,
-    *TEXTS,
-    None,
-    True,
-    False,
-    0.5,
-    -0.0,
-    1e308,
-    float("inf"),
-    float("nan"),
-    [],
-    {},
-    [[]],
-    [None],
-    {"": None},
-    [0] * 300,
-)
-# Pieces that are not JSON values of their own but may stand in a text.
-RAW = (
-    b"[" * 3000,
-    b'{"a":' * 2000,
-    b"9" * 5000,
-    b"-",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\0" * 64,
-    b"1e99999",
-    b'"\\ud800"',
-    b"*a",
-    b"&a ",
-    b"<<: ",
-    b"!!binary ",
-    b"\n---\n",
-)
+# Edges of what a byte, a word and a float hold.
+_SMALL = (0, 1, -1, 2, 7, 127, 128, 255, 256, 4096, 65535)
+_LARGE = (1 << 31, (1 << 31) - 1, -(1 << 31), 1 << 32, 1 << 53, 1 << 62, (1 << 63) - 1, 1 << 63, -(1 << 63))
+NUMBERS = (*_SMALL, *_LARGE)
+_PATHS = ("..", "../x", "../../../../etc/passwd", "/etc/passwd", "C:\\x", "a/../../x", "~/x", "\\\\host\\x")
+# What some reader might run or expand: C's formats, templates, YAML's tags and anchors, pickles.
+_PROGRAMS = ("%s%n", "{{ ().__class__ }}", "!!python/object/apply:os.system ['true']", "cos\nsystem\n(S'true'\ntR.", "&a [*a]")
+_WORDS = ("NaN", "1e999", "null", "é" * 300, "gguf", "f16")
+TEXTS = ("", " ", "\0", *_PATHS, "x" * 5000, "\ud800", "\u202e", *_PROGRAMS, *_WORDS)
+_OTHERS = (None, True, False, 0.5, -0.0, 1e308, float("inf"), float("nan"), [], {}, [[]], [None], {"": None}, [0] * 300)
+VALUES: tuple[Any, ...] = (*NUMBERS, *TEXTS, *_OTHERS)
+# Pieces that are not JSON values of their own but may stand in a text: of JSON, of any file, of YAML.
+_JSON = (b"[" * 3000, b'{"a":' * 2000, b"9" * 5000, b"-")
+_BYTES = (b"\xff\xfe", b"\xef\xbb\xbf", b"\0" * 64, b"1e99999", b'"\\ud800"')
+RAW = (*_JSON, *_BYTES, b"*a", b"&a ", b"<<: ", b"!!binary ", b"\n---\n")
 
 
 def input_of(

@@ -17,17 +17,8 @@ from tokenizers.trainers import BpeTrainer
 
 # Ids 0-3 and the marks of Gemma 4's chat format, thinking channel and tool calls.
 CONTROL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|think|>"]
-VISIBLE_TOKENS = [
-    "<|channel>",
-    "<channel|>",
-    "<|tool>",
-    "<tool|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-    '<|"|>',
-]
+_TOOLS = ["<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
+VISIBLE_TOKENS = ["<|channel>", "<channel|>", *_TOOLS]
 SPECIAL_TOKENS = CONTROL_TOKENS + VISIBLE_TOKENS
 NAMED_TOKENS = {"<pad>", "<eos>", "<bos>", "<unk>", "<mask>"}
 BYTE_TOKENS = [f"<0x{b:02X}>" for b in range(256)]
