@@ -305,15 +305,11 @@ def main(inputs: int, seed: int) -> None:
         raise click.ClickException("there are no kernels for this machine")
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = Fuzzer(ctypes.CDLL(str(build(target, Path(folder), SANITIZERS))), seed)
+        calls = [fuzzer.products, fuzzer.static_products, fuzzer.gguf_products, fuzzer.float_products]
+        calls += [fuzzer.attentions, fuzzer.attentions_over_cells, fuzzer.single_values, fuzzer.drafts]
         for _ in range(inputs):
-            fuzzer.products()
-            fuzzer.static_products()
-            fuzzer.gguf_products()
-            fuzzer.float_products()
-            fuzzer.attentions()
-            fuzzer.attentions_over_cells()
-            fuzzer.single_values()
-            fuzzer.drafts()
+            for call in calls:
+                call()
             forget()
     kinds = "products, of static ones, of GGUF weights, of floats, of attentions, of those over cells, of single values and of drafts"
     click.echo(f"{inputs} each of {kinds} on {', '.join(fuzzer.variants)}: no failure")

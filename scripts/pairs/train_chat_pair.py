@@ -26,7 +26,7 @@ from refpair.checkpoint import load_drafter, load_target, load_tokenizer, log, s
 from refpair.drafter import answer_loss, draft_states, target_rows
 from refpair.evaluate import measure_acceptance
 from refpair.questions import HELD_OUT_PERCENT, SHARES, UNKNOWN, Conversations, Questions, Turn, facts
-from refpair.target import rate_at, set_rates, take_step
+from refpair.target import train_for
 
 # With names in braces for what was measured.
 CARD = Path(__file__).parent / "refpair" / "chat_card.md"
@@ -75,17 +75,9 @@ def train(model: nn.Module, minutes: float, peak: float, loss_of: Callable[[], t
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
     optimizer.param_groups[0]["peak"] = peak
-    started, processor, step = time.monotonic(), time.process_time(), 0
-    while (progress := (time.monotonic() - started) / (60 * minutes)) < 1.0:
-        set_rates([optimizer], rate_at(progress, 0.03, 0.5))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of()
-        value = take_step(model, [optimizer], loss, step)
-        if step % 20 == 0:
-            log({"step": step, "minutes": (time.monotonic() - started) / 60, "processor_s": time.process_time(), "loss": value})
-        step += 1
-    model.eval()
-    return step, (time.process_time() - processor) / 60
+    processor = time.process_time()
+    steps = train_for(minutes, model, [optimizer], lambda _: loss_of(), warm_up=0.03, cool_down=0.5, report=log)
+    return steps, (time.process_time() - processor) / 60
 
 
 def target_stage(output: Path, minutes: float) -> None:

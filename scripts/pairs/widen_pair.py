@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from edge_export.checkpoint import sources
 from refpair import tokenizer
 from refpair.checkpoint import load_drafter, load_target, load_tokenizer
 from refpair.drafter import draft_states, target_rows
@@ -76,32 +78,25 @@ def pad_rows(tensor: torch.Tensor, rows: int, fill: torch.Tensor | float = 0.0) 
     return torch.cat([tensor, extra])
 
 
-def widen_feed_forward(state: dict[str, torch.Tensor], factor: int) -> None:
-    """Multiplies every intermediate size by `factor` with zeros."""
-    for name, tensor in list(state.items()):
-        if name.endswith(("mlp.gate_proj.weight", "mlp.up_proj.weight")):
-            state[name] = pad_rows(tensor, tensor.shape[0] * factor)
-        elif name.endswith("mlp.down_proj.weight"):
-            state[name] = pad_rows(tensor.T.contiguous(), tensor.shape[1] * factor).T.contiguous()
+def read_folder(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns the tensors and the configuration of a checkpoint folder."""
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 
 def widen_target(folder: Path, output: Path, factor: int, vocabulary: int, direction: torch.Tensor) -> None:
-    """Writes the widened target."""
-    state, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    widen_feed_forward(state, factor)
+    """Writes the target with feed-forward layers widened by the exporter, and with the wider vocabulary."""
+    with tempfile.TemporaryDirectory() as place:
+        sources.widen_target(folder, Path(place) / "target", factor)
+        state, config = read_folder(Path(place) / "target")
     state["model.embed_tokens.weight"] = pad_rows(state["model.embed_tokens.weight"], vocabulary, -SCALE * direction)
     state["model.embed_tokens_per_layer.weight"] = pad_rows(state["model.embed_tokens_per_layer.weight"], vocabulary)
-    config |= {
-        "intermediate_size": config["intermediate_size"] * factor,
-        "vocab_size": vocabulary,
-        "vocab_size_per_layer_input": vocabulary,
-    }
+    config |= {"vocab_size": vocabulary, "vocab_size_per_layer_input": vocabulary}
     write_folder(folder, output, state, config, vocabulary)
 
 
 def widen_drafter(folder: Path, output: Path, vocabulary: int, direction: torch.Tensor) -> None:
     """Writes the drafter with the wider vocabulary; each new cluster of unused tokens has a centroid of its own."""
-    state, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    state, config = read_folder(folder)
     old = config["text_config"]["vocab_size"]
     centroids = config["num_centroids"] * vocabulary // old
     state["model.embed_tokens.weight"] = pad_rows(state["model.embed_tokens.weight"], vocabulary, -SCALE * direction)

@@ -7,7 +7,6 @@ All positions of a window are trained at once: step j is one forward over the wi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4ForCausalLM, Gemma4TextConfig
 
-from refpair.target import optimizers_for, rate_at, set_rates, take_step
+from refpair.target import optimizers_for, train_for
 
 MASKED = -1e9
 
@@ -232,18 +231,13 @@ def train_drafter(
     target.requires_grad_(False)
     optimizers = optimizers_for(drafter, recipe.muon_rate, recipe.adam_rate, recipe.weight_decay)
     read_rows, step_loss = torch.compile(target_rows, dynamic=False), torch.compile(distillation_loss, dynamic=False)
-    generator, started, step = np.random.default_rng(recipe.seed), time.monotonic(), 0
-    while (progress := (time.monotonic() - started) / (60 * recipe.minutes)) < 1.0:
-        set_rates(optimizers, rate_at(progress, recipe.warm_up, recipe.cool_down))
+    generator = np.random.default_rng(recipe.seed)
+
+    def loss_of(_: float) -> torch.Tensor:
         chosen = texts[generator.integers(len(texts), size=recipe.batch_size)]
         tokens = torch.from_numpy(chosen.astype(np.int64))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = step_loss(drafter, target, tokens, read_rows(target, tokens, pieces), recipe)
-        value = take_step(drafter, optimizers, loss, step)
-        if step % 20 == 0:
-            report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": value})
-        if step % 500 == 499:
-            checkpoint(drafter)
-        step += 1
-    drafter.eval()
-    return drafter, {"steps": step, "recipe": asdict(recipe)}
+        return step_loss(drafter, target, tokens, read_rows(target, tokens, pieces), recipe)
+
+    rates = {"warm_up": recipe.warm_up, "cool_down": recipe.cool_down}
+    steps = train_for(recipe.minutes, drafter, optimizers, loss_of, **rates, report=report, keep=lambda _: checkpoint(drafter))
+    return drafter, {"steps": steps, "recipe": asdict(recipe)}

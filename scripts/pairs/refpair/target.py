@@ -121,6 +121,34 @@ def take_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: t
     return value
 
 
+def train_for(
+    minutes: float,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    loss_of: Callable[[float], torch.Tensor],
+    *,
+    warm_up: float,
+    cool_down: float,
+    report: Callable[[dict[str, float]], None],
+    keep: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Takes steps for so long, their rates by the clock; returns their number. `loss_of` gets the share of the time that is over, `keep`
+    the number of every 500th step."""
+    started, step = time.monotonic(), 0
+    while (progress := (time.monotonic() - started) / (60 * minutes)) < 1.0:
+        set_rates(optimizers, rate_at(progress, warm_up, cool_down))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(progress)
+        value = take_step(model, optimizers, loss, step)
+        if step % 20 == 0:
+            report({"step": step, "minutes": (time.monotonic() - started) / 60, "processor_s": time.process_time(), "loss": value})
+        if step % 500 == 499:
+            keep(step)
+        step += 1
+    model.eval()
+    return step
+
+
 def windows(tokens: np.ndarray, length: int, batch: int, seed: int) -> Iterator[torch.Tensor]:
     """Yields int64 batches [batch, length + 1] at random offsets, each epoch a fresh permutation of the windows."""
     generator = np.random.default_rng(seed)
@@ -159,19 +187,16 @@ def train_target(
     initialise(model, recipe.seed)
     optimizers = optimizers_for(model, recipe.muon_rate, recipe.adam_rate, recipe.weight_decay)
     step_loss = torch.compile(next_token_loss, dynamic=False)
-    started, step = time.monotonic(), 0
     short = windows(train, recipe.short_length, recipe.batch_tokens // recipe.short_length, recipe.seed)
     long = windows(train, recipe.sequence_length, recipe.batch_tokens // recipe.sequence_length, recipe.seed + 1)
-    while (progress := (time.monotonic() - started) / (60 * recipe.minutes)) < 1.0:
-        set_rates(optimizers, rate_at(progress, recipe.warm_up, recipe.cool_down))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = step_loss(model, next(short if progress < 1 - recipe.long_share else long))
-        value = take_step(model, optimizers, loss, step)
-        if step % 20 == 0:
-            report({"step": step, "minutes": (time.monotonic() - started) / 60, "loss": value})
-        if step % 500 == 499:
-            report({"step": step, "validation_loss": validation_loss(model, held_out, recipe.sequence_length, QUICK_WINDOWS)})
-            checkpoint(model)
-        step += 1
-    model.eval()
-    return model, {"steps": step, "tokens_seen": step * recipe.batch_tokens, "recipe": asdict(recipe)}
+
+    def loss_of(progress: float) -> torch.Tensor:
+        return step_loss(model, next(short if progress < 1 - recipe.long_share else long))
+
+    def keep(step: int) -> None:
+        report({"step": step, "validation_loss": validation_loss(model, held_out, recipe.sequence_length, QUICK_WINDOWS)})
+        checkpoint(model)
+
+    rates = {"warm_up": recipe.warm_up, "cool_down": recipe.cool_down}
+    steps = train_for(recipe.minutes, model, optimizers, loss_of, **rates, report=report, keep=keep)
+    return model, {"steps": steps, "tokens_seen": steps * recipe.batch_tokens, "recipe": asdict(recipe)}
