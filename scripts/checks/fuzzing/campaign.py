@@ -18,7 +18,6 @@ import time
 import traceback
 import tracemalloc
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
             shared["number"] = number
             child = os.fork()
             if child == 0:
-                _child(reader, opened, range(number, last), seed, shared, failures_file)
+                _child(opened, range(number, last), seed, shared, failures_file)
             ended = _watch(child, shared)
             if ended is not None:
                 failures.append(Failure(number=shared["number"], kind=ended[0], what=ended[1]))
@@ -128,7 +127,8 @@ def run_campaign(reader: Reader, inputs: int, seed: int, bundle: Path | None = N
 
 def make_input(opened: Opened, seed: int, number: int) -> bytes:
     """Returns input `number` of a campaign."""
-    return input_of(opened.seeds, seed, number, structured=opened.structured, focus=opened.focus, by_meaning=opened.by_meaning)
+    reader = opened.reader
+    return input_of(opened.seeds, seed, number, structured=reader.structured, focus=opened.focus, by_meaning=reader.by_meaning)
 
 
 def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:
@@ -147,14 +147,14 @@ def _watch(child: int, shared: _Shared) -> tuple[str, str] | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _Shared, failures_file: Path) -> None:
+def _child(opened: Opened, numbers: range, seed: int, shared: _Shared, failures_file: Path) -> None:
     """Never returns."""
     code = 1
     try:
         _quiet()
         os.environ[CACHE_VARIABLE] = str(opened.folder / "cache")
         warnings.simplefilter("ignore")  # printing one opens the source file
-        read_corpus(reader, opened)
+        read_corpus(opened)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + _ROOM_BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -163,7 +163,7 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
             for number in numbers:
                 data = make_input(opened, seed, number)
                 shared["number"] = number
-                failure = _try_input(reader, opened, data, number, guard, shared)
+                failure = _try_input(opened, data, number, guard, shared)
                 if failure is not None:
                     log.write(json.dumps({"number": number, "kind": failure[0], "what": failure[1]}) + "\n")
                     log.flush()
@@ -175,19 +175,19 @@ def _child(reader: Reader, opened: Opened, numbers: range, seed: int, shared: _S
         os._exit(code)
 
 
-def _try_input(reader: Reader, opened: Opened, data: bytes, number: int, guard: Guard, shared: _Shared) -> tuple[str, str] | None:
+def _try_input(opened: Opened, data: bytes, number: int, guard: Guard, shared: _Shared) -> tuple[str, str] | None:
     traced = number % _TRACED == 0
     if traced:
         tracemalloc.start()
-    guard.on = reader.guarded
+    guard.on = opened.reader.guarded
     begin = time.process_time_ns()
-    outcome = outcome_of(reader, opened.read, data)
+    outcome = outcome_of(opened, data)
     guard.on = False
     shared["slowest_ns"] = max(shared["slowest_ns"], time.process_time_ns() - begin)
     if traced:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        if peak > reader.memory_factor * (len(data) + opened.beside) + SLACK_BYTES:
+        if peak > opened.reader.memory_factor * (len(data) + opened.beside) + SLACK_BYTES:
             return "memory", f"{peak} bytes for an input of {len(data)}"
     if outcome in ("read", "refused"):
         shared[outcome] += 1
@@ -195,20 +195,20 @@ def _try_input(reader: Reader, opened: Opened, data: bytes, number: int, guard: 
     return "error", outcome
 
 
-def read_corpus(reader: Reader, opened: Opened) -> None:
+def read_corpus(opened: Opened) -> None:
     """Reads the corpus: imports, encodings and compiled patterns are cached before the guard is installed."""
     for name in _ENCODINGS:
         codecs.lookup(name)
     for data in opened.seeds:
-        if (outcome := outcome_of(reader, opened.read, data)) != "read":
+        if (outcome := outcome_of(opened, data)) != "read":
             raise RuntimeError(f"an input of the corpus of {len(data)} bytes is not read: {outcome}")
 
 
-def outcome_of(reader: Reader, read: Callable[[bytes], None], data: bytes) -> str:
+def outcome_of(opened: Opened, data: bytes) -> str:
     """Returns "read", "refused", or what was wrong."""
     try:
-        read(data)
-    except reader.errors as error:
+        opened.read(data)
+    except opened.reader.errors as error:
         return "refused" if _is_sentence(str(error)) else f"no sentence: {str(error)[:200]!r} ({len(str(error))} characters)"
     except BaseException as error:  # noqa: BLE001 - a campaign must find every error, including panics of Rust code
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)

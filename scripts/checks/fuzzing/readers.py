@@ -29,13 +29,12 @@ ByMeaning = Callable[[bytes, random.Random], bytes]
 class Opened:
     """A reader ready for inputs: `read` takes one; all files are in `folder`. `beside`: bytes of the file that are not part of an input."""
 
+    reader: Reader
     folder: Path
     seeds: Sequence[bytes]
     read: Read
-    structured: bool
-    focus: Sequence[tuple[int, int]] = ()
-    beside: int = 0
-    by_meaning: ByMeaning | None = None
+    focus: Sequence[tuple[int, int]]
+    beside: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +67,7 @@ class Reader:
         opened = open_bundle(bundle) if self.needs and bundle else None
         seeds, beside = self._seeds(opened)
         focus = self.focus(seeds[0]) if self.focus else ()
-        read = self.make(folder, opened)
-        return Opened(
-            folder=folder,
-            seeds=seeds,
-            read=read,
-            structured=self.structured,
-            focus=focus,
-            beside=beside,
-            by_meaning=self.by_meaning,
-        )
+        return Opened(reader=self, folder=folder, seeds=seeds, read=self.make(folder, opened), focus=focus, beside=beside)
 
     def _seeds(self, bundle: Bundle | None) -> tuple[Sequence[bytes], int]:
         if self.header_of and bundle:
