@@ -31,6 +31,7 @@ from tokenizers import AddedToken, Tokenizer
 from torch import nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
+from edge_export.gguf.keys import gguf_name
 from refpair import corpus
 from refpair import tokenizer as gemma_tokenizer
 from refpair.checkpoint import load_target, load_tokenizer, log, save_model
@@ -54,21 +55,6 @@ SPREAD = 0.15
 # The drafter learns to choose among the pieces that its text has most of; all 262,144 would take ten times as long.
 SUBSET, DRAFTER_LENGTH, DRAFTER_TEXTS = 24576, 256, 4000
 SEED = 20261123
-NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 
 
 def made_pair() -> Path | None:
@@ -155,15 +141,13 @@ def loaded_target(reader: gguf.GGUFReader) -> Gemma4ForCausalLM:
     weights = {
         tensor.name: torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), np.float32)) for tensor in reader.tensors
     }
-    state = {"model.embed_tokens.weight": weights["token_embd.weight"], "model.norm.weight": weights["output_norm.weight"]}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    for layer in range(LAYERS):
-        for short, name in NAMES.items():
-            factor = QUERY_SCALE if short == "attn_q_norm" else 1.0
-            state[f"model.layers.{layer}.{name}.weight"] = factor * weights[f"blk.{layer}.{short}.weight"]
     model = Gemma4ForCausalLM(target_config()).float().eval()
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected, unexpected
+    state = {}
+    for name in model.state_dict():
+        short = "token_embd.weight" if name == "lm_head.weight" else gguf_name(name)
+        if short in weights:
+            state[name] = QUERY_SCALE * weights[short] if name.endswith("q_norm.weight") else weights[short]
+    missing, _ = model.load_state_dict(state, strict=False)
     assert all("layer_scalar" in name for name in missing), missing
     return model.requires_grad_(False)
 
