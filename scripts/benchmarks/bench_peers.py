@@ -107,9 +107,8 @@ class PeerProcess:
 
     def _last_words(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        return (
-            f"it ended with exit code {self._process.wait()}: {next((line for line in reversed(lines) if line.strip()), 'nothing')[:200]}"
-        )
+        last = next((line for line in reversed(lines) if line.strip()), "nothing")
+        return f"it ended with exit code {self._process.wait()}: {last[:200]}"
 
     def close(self) -> None:
         """Ends the process."""
@@ -122,12 +121,11 @@ class PeerProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One engine with its files: what decodes, how it is named, and the ways in which it decodes; the first is plain."""
+    """One engine with its files: what decodes, its name, version and flags, and the ways in which it decodes; the first is plain."""
 
     name: str
     runner: Runner
-    version: str
-    flags: str
+    about: str
     variants: tuple[Variant, ...]
 
 
@@ -168,8 +166,8 @@ class Peers:
         variants = tuple(
             Variant(side=LLAMA_CPP, drafter=drafter, policy=policy) for drafter, policy in (("none", PLAIN), ("dense", DEFAULT))
         )
-        flags = f"{own.target.stem} and {own.drafter.stem}, {self.threads} threads, {repacked}, greedy"
-        return Side(name=LLAMA_CPP, runner=own, version=f"llama.cpp {own.build()}", flags=flags, variants=variants)
+        about = f"llama.cpp {own.build()}; {own.target.stem} and {own.drafter.stem}, {self.threads} threads, {repacked}, greedy"
+        return Side(name=LLAMA_CPP, runner=own, about=about, variants=variants)
 
     def others(self, folder: Path) -> Iterator[Side]:
         """Yields the sides whose environment and files are in the folder of scripts/setup/build_peers.sh."""
@@ -197,7 +195,7 @@ def draft_notes(every: Peers, sides: Sequence[Side]) -> Iterator[str]:
 
 
 def _side(name: str, process: PeerProcess, variants: tuple[Variant, ...]) -> Side:
-    return Side(name=name, runner=process, version=process.about["version"], flags=process.about["flags"], variants=variants)
+    return Side(name=name, runner=process, about="{version}; {flags}".format(**process.about), variants=variants)
 
 
 def measured(sides: Sequence[Side], plans: Sequence[Schedule], warm_up: int) -> Iterator[Record]:
@@ -288,7 +286,7 @@ def measure(
             sides = [ours, every.edge(OURS_LLAMA, folder, "llama", (), LLAMA_CPP_LIB_PATH=str(tools)), every.llama_cpp(tools, bundle)]
             sides += every.others(peers) if peers is not None else ()
             settings = {"threads": every.threads, "tokens": max_tokens, "repeats": repeats, "context": context}
-            file.add(replace(new_header(bundle, settings), engines={side.name: f"{side.version}; {side.flags}" for side in sides}))
+            file.add(replace(new_header(bundle, settings), engines={side.name: side.about for side in sides}))
             assert isinstance(ours.runner, PeerProcess)
             asked = ours.runner.ask({"domains": sets, "per_domain": 1, "lengths": list(prompts_of)})
             prompts = tuple(from_json(Prompt, each, "prompt") for each in asked["prompts"])

@@ -80,15 +80,14 @@ class Loss(Quality):
 class Model:
     """The checkpoint in transformers, its matrices by GGUF name, and its own logits of the held-out texts, in mapped files."""
 
-    def __init__(self, folder: Path, tokens: int, scratch: Path) -> None:
-        self._model = load_reference(folder)
+    def __init__(self, source: ResolvedSource, tokens: int, scratch: Path) -> None:
+        self._model = load_reference(source.path)
         self.matrices = {}
         for name, parameter in self._model.named_parameters():
             short = gguf_name(text_name(name, multimodal=False) or name)
             if short is not None and parameter.ndim == 2 and not stays_float32(short, 2):
                 self.matrices[short] = parameter
         self._exact = {name: _kept(parameter.detach()) for name, parameter in self.matrices.items()}
-        source = ResolvedSource(role="target", origin=str(folder), checkpoint=open_checkpoint(folder), tokenizer=read_vocabulary(folder))
         self._references = {}
         for kind, text in held_out_tokens(tokenizer_of(source), tokens).items():
             write_reference(scratch, kind, text, [self._logits(text)])
@@ -130,10 +129,9 @@ def _kept(weights: torch.Tensor) -> torch.Tensor:
     return half if torch.equal(half.float(), weights) else weights.clone()
 
 
-def measured_importance(folder: Path, keep: Path, pieces: int, threads: int) -> Importance:
+def measured_importance(source: ResolvedSource, keep: Path, pieces: int, threads: int) -> Importance:
     """Importance and second moments of the package's calibration text, kept in `keep`: a run that was stopped goes on."""
     calibration.MAX_CHUNKS = pieces
-    source = ResolvedSource(role="target", origin=str(folder), checkpoint=open_checkpoint(folder), tokenizer=read_vocabulary(folder))
     moments = SecondMoments(keep / "target")
     request = calibration.CalibrationRequest(
         reference=Reference(target=source, drafter=source, threads=threads, context=source.checkpoint.architecture.context),
@@ -240,8 +238,9 @@ def main(target: Path | None, tokens: int, pieces: int, threads: int, only: str,
     torch.set_num_threads(threads)
     keep.mkdir(parents=True, exist_ok=True)
     losses = [Loss(**each) for each in json.loads(json_path.read_text())] if json_path.exists() else []
-    importance = measured_importance(target, keep, pieces, threads)
-    model = Model(target, tokens, keep)
+    source = ResolvedSource(role="target", origin=str(target), checkpoint=open_checkpoint(target), tokenizer=read_vocabulary(target))
+    importance = measured_importance(source, keep, pieces, threads)
+    model = Model(source, tokens, keep)
 
     def matrices(quantizer: Quantizer) -> Iterator[tuple[str, Made]]:
         return ((name, quantizer(name, model.own(name))) for name in model.matrices)
@@ -250,7 +249,7 @@ def main(target: Path | None, tokens: int, pieces: int, threads: int, only: str,
     own["ONNX int4 mixed"] = onnx_quantizer(OnnxRequest(), None)
     ways: list[Way] = [("edge-mtp", way, partial(matrices, quantizer)) for way, quantizer in own.items()]
     done = {(loss.program, loss.way) for loss in losses}
-    for program, way, make in (*ways, *gguf_ways(open_checkpoint(target), importance, keep, threads)):
+    for program, way, make in (*ways, *gguf_ways(source.checkpoint, importance, keep, threads)):
         if only in f"{program} {way}" and (program, way) not in done:
             losses.append(model.loss(program, way, make()))
             click.echo(report(losses[-1:]).splitlines()[-1], err=True)

@@ -1,6 +1,6 @@
 """The cost curve of a backend, on stock kernels and on the project's, sides in turn.
 
-    python scripts/benchmarks/bench_row_kernels.py /tmp/wide-bundle --threads 2
+    python scripts/benchmarks/bench_row_kernels.py my-bundle --backend onnxruntime --threads 2
 
 A process measures one backend: threads of llama.cpp spin behind each graph, and take the cores from onnxruntime.
 Medians in milliseconds of verifies of 1 to 13 rows and of a prefill of 512, and times one row.
@@ -29,16 +29,6 @@ KERNELS = " with row kernels"
 ROWS = tuple(range(1, 14))
 BACKENDS = {"onnxruntime": "onnx", "llama.cpp": "gguf"}
 AnyTarget = LlamaTarget | GraphTarget
-
-
-def backend_of(bundle: Bundle, asked: str | None) -> str:
-    """The backend to measure. Raises UsageError unless the bundle has its format, and where there are two and none was asked for."""
-    there = [name for name, kind in BACKENDS.items() if bundle.has("target", kind)]
-    if asked is None and len(there) > 1:
-        raise click.UsageError(f"{bundle.folder} has both formats; add --backend {there[0]} or {there[1]}, each in a process of its own")
-    if not there or (asked or there[0]) not in there:
-        raise click.UsageError(f"{bundle.folder} has no target for {asked or 'these backends'}; export it in that format")
-    return asked or there[0]
 
 
 def open_sides(bundle: Bundle, backend: str, threads: int, *, repack: bool) -> dict[str, AnyTarget]:
@@ -73,18 +63,19 @@ def milliseconds(target: AnyTarget, tokens: list[int], depth: int, *, prefill: b
 
 @click.command(context_settings={"show_default": True})
 @click.argument("folder", metavar="BUNDLE", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--backend", type=click.Choice(list(BACKENDS)), help="Which one, where BUNDLE has both formats.")
+@click.option("--backend", type=click.Choice(list(BACKENDS)), required=True, help="One a process: BUNDLE has its format.")
 @click.option("--threads", default=2)
 @click.option("--depth", default=64, help="Tokens before the verifies.")
 @click.option("--repeats", default=9)
 @click.option("--prefills", default=5, help="Prefills of 512 tokens.")
 @click.option("--repack/--no-repack", default=True, help="Repacking of llama.cpp's own kernels dies where AMX is only advertised.")
-def main(folder: Path, backend: str | None, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
+def main(folder: Path, backend: str, threads: int, depth: int, repeats: int, prefills: int, repack: bool) -> None:
     """Measure BUNDLE's target; prints a Markdown table."""
     if variant() is None:
         raise click.ClickException("the row kernels do not run here; edge-run doctor says why")
     bundle = open_bundle(folder)
-    backend = backend_of(bundle, backend)
+    if not bundle.has("target", BACKENDS[backend]):
+        raise click.UsageError(f"{folder} has no target for {backend}; export it in that format")
     sides = open_sides(bundle, backend, threads, repack=repack)
     tokens = np.random.default_rng(1).integers(50, 4000, depth + PREFILL).tolist()
     for name, target in sides.items():

@@ -19,8 +19,6 @@ from typing import Any
 
 # The reply about a request whose tokens came in `seconds` after the first one's.
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-
-
 # What an engine is, and its answers; a module of a worker has a function `engine` that opens it.
 Engine = AbstractContextManager[tuple[dict[str, Any], Answer]]
 

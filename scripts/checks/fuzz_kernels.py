@@ -97,11 +97,8 @@ class Fuzzer:
         random = self._random
         kind = int(random.choice(list(_GGUF_BLOCKS)))
         each, size = _GGUF_BLOCKS[kind]
-        outputs, inputs, rows = (
-            int(random.integers(1, 150)),
-            256 * int(random.integers(1, 4 if random.random() < 0.8 else 10)),
-            int(random.integers(1, 40)),
-        )
+        outputs, rows = (int(random.integers(1, most)) for most in (150, 40))
+        inputs = 256 * int(random.integers(1, 4 if random.random() < 0.8 else 10))
         data = filled(random.integers(0, 256, (outputs, inputs // each * size)).astype(np.uint8))
         values = filled(_floats(random, (rows, inputs)))
         sizes = [outputs, inputs, data.shape[1], rows]

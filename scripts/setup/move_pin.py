@@ -47,12 +47,11 @@ def move(root: Path, library: str, version: str, *, keep_older: bool) -> list[st
 @click.argument("library", type=click.Choice(list(PINS)))
 @click.argument("version")
 @click.option("--keep-older", is_flag=True, help="Admit the versions before it too, as far as they are admitted now.")
-@click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), default=Path(), help="The checkout.")
-def main(library: str, version: str, keep_older: bool, root: Path) -> None:
-    """Pin LIBRARY to VERSION."""
+def main(library: str, version: str, keep_older: bool) -> None:
+    """Pin LIBRARY to VERSION in the checkout that is the current folder."""
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         raise click.UsageError(f"{version!r} is no version; give three numbers, such as 1.32.0")
-    for name in move(root, library, version, keep_older=keep_older):
+    for name in move(Path(), library, version, keep_older=keep_older):
         click.echo(name)
 
 

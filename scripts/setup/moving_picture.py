@@ -23,6 +23,8 @@ from edge_runtime.text.channels import ChannelParser, Text
 
 COLUMN_PX, LINE_PX, PANEL_PX, MARGIN_PX = 6.6, 15, 404, 12
 PAUSE_S = 4.0
+# Tokens of each run, and how many times as slow as the run the picture plays.
+TOKENS, SLOWER = 72, 8
 STYLE = """
 svg { background: #0d1117; border-radius: 6px }
 text { font: 11px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #c9d1d9; white-space: pre }
@@ -48,9 +50,9 @@ class Panel:
     speed: float
 
 
-def recorded(session: edge_runtime.Session, prompt: str, tokens: int, *, draft_length: int | None, heading: str) -> Panel:
+def recorded(session: edge_runtime.Session, prompt: str, *, draft_length: int | None, heading: str) -> Panel:
     """Runs the prompt and returns when each token came, counted from the first one."""
-    generation = session.generate(prompt, max_tokens=tokens, draft_length=draft_length, sampling=SAMPLING)
+    generation = session.generate(prompt, max_tokens=TOKENS, draft_length=draft_length, sampling=SAMPLING)
     parser = ChannelParser(session.vocabulary, (), prompt=generation.prompt)
     pieces, begin = list[Piece](), None
     for done in generation.rounds():
@@ -73,9 +75,9 @@ def placed(prompt: str, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, int
             column += len(part)
 
 
-def picture(prompt: str, panels: tuple[Panel, ...], *, slower: int, caption: str) -> str:
-    """Returns the SVG. `slower` is how many times as slow as the run it plays."""
-    seconds = slower * max(panel.pieces[-1].seconds for panel in panels) + PAUSE_S
+def picture(prompt: str, panels: tuple[Panel, ...], caption: str) -> str:
+    """Returns the SVG."""
+    seconds = SLOWER * max(panel.pieces[-1].seconds for panel in panels) + PAUSE_S
     drawn, lines = list[str](), 0
     for number, panel in enumerate(panels):
         left = MARGIN_PX + number * PANEL_PX
@@ -84,11 +86,11 @@ def picture(prompt: str, panels: tuple[Panel, ...], *, slower: int, caption: str
             lines = max(lines, line + 1)
             kind = "prompt" if piece is None else "accepted" if piece.accepted else ""
             place = f'x="{left + column * COLUMN_PX:.1f}" y="{46 + line * LINE_PX}" textLength="{len(text) * COLUMN_PX:.1f}"'
-            waits = hidden(slower * piece.seconds) if piece else ""
+            waits = hidden(SLOWER * piece.seconds) if piece else ""
             drawn.append(f'<text class="{kind}" {place}>{escape(text)}{waits}</text>')
     below = 46 + lines * LINE_PX + 8
     for number, panel in enumerate(panels):
-        end = hidden(slower * panel.pieces[-1].seconds)
+        end = hidden(SLOWER * panel.pieces[-1].seconds)
         drawn.append(f'<text class="head" x="{MARGIN_PX + number * PANEL_PX}" y="{below}">{panel.speed:.0f} tokens per second{end}</text>')
     drawn.append(f'<text class="prompt" x="{MARGIN_PX}" y="{below + 24}">{escape(caption)}</text>')
     width, height = 2 * MARGIN_PX + len(panels) * PANEL_PX, below + 40
@@ -112,21 +114,18 @@ def hidden(seconds: float) -> str:
 @click.argument("bundle", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("output", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--machine", required=True, help="The processor, as the caption names it.")
-@click.option("--kind", type=click.Choice(list(TEXTS)), default="code", show_default=True, help="The text that is continued.")
-@click.option("--tokens", type=click.IntRange(8, 200), default=72, show_default=True, help="The tokens of each run.")
-@click.option("--slower", type=click.IntRange(1, 50), default=8, show_default=True, help="How many times as slow as the run it plays.")
 @one_sentence_errors()
-def main(bundle: Path, output: Path, machine: str, kind: str, tokens: int, slower: int) -> None:
+def main(bundle: Path, output: Path, machine: str) -> None:
     """Run BUNDLE without drafts and with them, and write OUTPUT."""
-    prompt = TEXTS[kind]
+    prompt = TEXTS["code"]
     with edge_runtime.open_session(bundle, measure=True) as session:
-        session.generate(prompt, max_tokens=tokens, sampling=SAMPLING).text()  # learns what drafts cost and bring, as every session does
-        plain = recorded(session, prompt, tokens, draft_length=0, heading="Without drafts")
-        drafted = recorded(session, prompt, tokens, draft_length=None, heading="With drafts: those that were accepted are green")
+        session.generate(prompt, max_tokens=TOKENS, sampling=SAMPLING).text()  # learns what drafts cost and bring, as every session does
+        plain = recorded(session, prompt, draft_length=0, heading="Without drafts")
+        drafted = recorded(session, prompt, draft_length=None, heading="With drafts: those that were accepted are green")
     if "".join(piece.text for piece in plain.pieces) != "".join(piece.text for piece in drafted.pieces):
         raise click.ClickException("both texts differ, which the picture would not show; run edge-run prove BUNDLE")
-    caption = f"The demo model on {machine}. Both texts are the same. Played {slower} times as slowly as it ran."
-    output.write_text(picture(prompt, (plain, drafted), slower=slower, caption=caption), "utf-8")
+    caption = f"The demo model on {machine}. Both texts are the same. Played {SLOWER} times as slowly as it ran."
+    output.write_text(picture(prompt, (plain, drafted), caption), "utf-8")
     click.echo(f"{output}: {output.stat().st_size / 1000:.0f} kB, {plain.speed:.1f} and {drafted.speed:.1f} tok/s")
 
 

@@ -122,7 +122,7 @@ class Scripted:
 
 def test_a_side_that_fails_is_left_out_and_the_others_go_on():
     sides = [
-        Side(name=name, runner=Scripted(good), version="", flags="", variants=(variant,))
+        Side(name=name, runner=Scripted(good), about="", variants=(variant,))
         for name, good, variant in ((OURS, 99, BASELINE), ("LiteRT-LM int4", 2, THEIR_PLAIN))
     ]
     plan = Schedule(part="domains", variants=(BASELINE, THEIR_PLAIN), prompts=(PROMPT,), repeats=3, tokens=8)
@@ -145,7 +145,7 @@ def test_engines_that_are_not_there_are_named(tmp_path):
 
 def test_accepted_drafts_are_read_from_the_log_of_a_peer(tmp_path):
     every = Peers(stack=ExitStack(), logs=tmp_path, threads=1, context=64)
-    sides = [Side(name=name, runner=Scripted(0), version="", flags="", variants=()) for name in ("LiteRT-LM int4", "silent", OURS_LLAMA)]
+    sides = [Side(name=name, runner=Scripted(0), about="", variants=()) for name in ("LiteRT-LM int4", "silent", OURS_LLAMA)]
     every.log("LiteRT-LM int4").write_text("x.cc:298] MTP Drafter - Success rate: 0.1\nx.cc:298] MTP Drafter - Success rate: 0.388889\n")
     every.log("silent").write_text("nothing\n")
     assert list(draft_notes(every, sides)) == ["LiteRT-LM int4 accepted 38.9% of its drafts, by its log"]
