@@ -1,1 +1,1 @@
-"""What this machine is and the state it is in: CPUs, memory, bandwidth, power supply, heat, profile."""
+"""Facts about this machine and its state: CPUs, memory, bandwidth, power supply, heat, profile."""

@@ -152,7 +152,7 @@ class ProfileError(DeviceError):
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """What identifies a device: prefixes of its model, its chip, patterns of its processor's name, names of its cores."""
+    """How to recognize a device: prefixes of its model, names of its chip, patterns of its processor's name, names of its cores."""
 
     models: tuple[str, ...] = ()
     socs: tuple[str, ...] = ()
@@ -162,13 +162,13 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """One device. Bandwidths in GB/s: `peak` from transfer rate × bus width, `effective` from others' measurements; None if unknown.
+    """The profile of one kind of device.
 
-    `largest_gb`: the most memory that the device is sold with, None if unknown.
-    `giga_operations`: operations per second of a forward in thousand millions, from others' measurements; None if unknown.
-    `idle_watts`, `core_watts`: the device without work, and more for each busy core, as others measured them; None if unknown. `watts_of`:
-    "laptop" for watts of machines with a battery alone, "processor" where `idle_watts` are those of each processor of a shared server.
-    `threads` None: all big cores.
+    Values are None if they are unknown. Bandwidths are in GB/s: the peak is transfer rate × bus width, and the effective one is a range
+    that others measured. `largest_gb` is the most memory with which the device is sold. `giga_operations` are thousand million operations
+    per second of a forward, as others measured. `idle_watts` are those of the device without work, and `core_watts` are added for each busy
+    core, as others measured. `watts_of` is "laptop" if the watts hold only for machines with a battery, and "processor" if `idle_watts` are
+    those of each processor of a shared server. `threads` None stands for all big cores.
     """
 
     name: str
@@ -193,7 +193,7 @@ class Profile:
 
 @cache
 def profiles() -> dict[str, Profile]:
-    """Returns the package's profiles by name. Their files name their sources; none was checked on hardware."""
+    """Returns the package's profiles by name. Their files name their sources. None was checked on hardware."""
     folder = resources.files("edge_devices") / "profiles"
     files = (f for f in folder.iterdir() if f.name.endswith(".toml"))
     return {p.name: p for p in sorted((parse_profile(f.name[:-5], f.read_text(encoding="utf-8")) for f in files), key=lambda p: p.name)}
@@ -208,7 +208,7 @@ def profile(name: str) -> Profile:
 
 
 def parse_profile(name: str, text: str) -> Profile:
-    """Reads a profile's TOML; raises ProfileError for an unknown key or an invalid value."""
+    """Parses a profile's TOML. Raises ProfileError for an unknown key or an invalid value."""
     try:
         table = tomllib.loads(text)
         parts = [table.pop(part) for part in ("processor", "memory", "energy", "runtime")]
@@ -230,9 +230,9 @@ def parse_profile(name: str, text: str) -> Profile:
     return profile
 
 
-BIG_SHARE = 0.6  # of the fastest cluster's clock: work is split evenly, so slower cores delay the others
+BIG_SHARE = 0.6  # least share of the fastest cluster's clock: work is split evenly, so slower cores would delay the others
 MAX_PROCESSORS = 4096
-DISTRIBUTIONS = ("edge-mtp", "llama-cpp-python", "onnxruntime")  # whose versions a measurement depends on
+DISTRIBUTIONS = ("edge-mtp", "llama-cpp-python", "onnxruntime")  # packages whose versions affect a measurement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """This machine, its profile, and the `drivers` of GPUs and NPUs. `why`: what the profile was chosen by; `threads`: to decode with."""
+    """This machine, its profile, and the drivers of GPUs and NPUs. `why` says why the profile was chosen. `threads` is for decoding."""
 
     machine: Machine
     model: str
@@ -257,14 +257,14 @@ class Device:
     drivers: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under stable keys: the machine's at the top level, the others beside them."""
+        """Returns plain values under stable keys. The machine's values are at the top level beside the others."""
         record = asdict(self)
         machine: dict[str, Any] = record.pop("machine")
         return machine | record
 
 
 def detect_device(system: System) -> Device:
-    """Returns the device this runs on."""
+    """Returns the device on which this runs."""
     machine = read_machine(system.root)
     model = system.text_or("proc/device-tree/model").rstrip("\0") or system.text_or("sys/class/dmi/id/product_name")
     soc = system.run(["getprop", "ro.soc.model"]).text.strip() if system.is_android else ""
@@ -285,7 +285,7 @@ def detect_device(system: System) -> Device:
 
 
 def environment(system: System) -> dict[str, Any]:
-    """Returns the machine's entry in the record of a measurement: hardware, kernel and versions, nothing about the user."""
+    """Returns the machine's entry in the record of a measurement: hardware, kernel and versions, but nothing about the user."""
     device = detect_device(system)
     return {
         "platform": platform.platform(),
@@ -302,7 +302,7 @@ def environment(system: System) -> dict[str, Any]:
 
 
 def pick_profile(machine: Machine, model: str, soc: str) -> tuple[Profile, str]:
-    """Returns the profile that fits best and why: by model, by chip, by processor's name (the longest match), else a generic one."""
+    """Returns the best profile and the reason: by model, else by chip, processor's name (longest match) or cores, else a generic one."""
     known = list(profiles().values())
     for profile in known:
         if model and model.startswith(profile.match.models):
@@ -338,7 +338,7 @@ def generic_profile(machine: Machine) -> Profile:
 
 
 def read_clusters(system: System) -> tuple[Cluster, ...]:
-    """Returns the clusters of cpufreq, fastest first; none where the kernel lists none."""
+    """Returns the clusters of cpufreq, fastest first; none if the kernel lists none."""
     clusters = []
     for policy in system.paths("sys/devices/system/cpu/cpufreq/policy*"):
         numbers = [parse_integer(text) for text in system.text_or(f"{policy}/related_cpus").split()]
@@ -350,7 +350,7 @@ def read_clusters(system: System) -> tuple[Cluster, ...]:
 
 
 def big_processors(clusters: tuple[Cluster, ...], usable: int) -> int:
-    """Returns how many processors run at least at BIG_SHARE of the fastest clock; all if the clusters are unknown."""
+    """Returns how many processors reach at least BIG_SHARE of the fastest clock; all if the clusters are unknown."""
     if not clusters:
         return usable
     big = sum(len(c.processors) for c in clusters if c.max_mhz >= BIG_SHARE * clusters[0].max_mhz)

@@ -20,10 +20,11 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePackage:
-    """A package. `platform` is android-arm64, linux-arm64 or linux-x64; `files` are the size and the sha256 of each by its path.
+    """A device package.
 
-    `backends`: of llama and onnx, what it has; () where unknown. `row_kernels`: the variants in it. `command` made it; `additions` are the
-    options, by the extra of edge-mtp, that add what it lacks, "" for what it should have.
+    `platform` is android-arm64, linux-arm64 or linux-x64. `files` holds size and sha256 of each file by path. `backends` are those of llama
+    and onnx that it has; () if unknown. `row_kernels` are the variants of the kernels in it. `command` made the package. For each extra of
+    edge-mtp, `additions` has the option of that command which adds it; "" means that it should be there already.
     """
 
     folder: Path
@@ -36,17 +37,17 @@ class DevicePackage:
 
     @property
     def bytes(self) -> int:
-        """The size of all files."""
+        """The total size of all files."""
         return sum(size for size, _ in self.files.values())
 
     def missing(self) -> list[str]:
-        """Returns the paths of the files that are not there, or not with their size."""
+        """Returns the paths of files that are missing or have another size than listed."""
         there = {name: self.folder / name for name in (*self.files, *LAUNCHERS)}
         sizes = {name: file.stat().st_size if file.is_file() else None for name, file in there.items()}
         return [name for name, size in sizes.items() if size is None or size != self.files.get(name, (size,))[0]]
 
     def changed(self) -> list[str]:
-        """Returns the paths of the files that are missing or not as they were made. Raises OSError for one that cannot be read."""
+        """Returns the paths of files that are missing or changed. Raises OSError if a file cannot be read."""
         missing = self.missing()
         return missing + [
             name for name, (_, digest) in self.files.items() if name not in missing and sha256_of(self.folder / name) != digest
@@ -54,7 +55,7 @@ class DevicePackage:
 
 
 def read_package(folder: Path) -> DevicePackage:
-    """Reads a package's list of files and checks that each is there with its size. Raises DeviceError for anything else."""
+    """Reads a package's list of files, and checks that each exists with its size. Raises DeviceError otherwise."""
     package = _listed(folder)
     for name in package.missing():
         size = f" or is not {package.files[name][0]} bytes long" if name in package.files else ""
@@ -87,13 +88,13 @@ def _listed(folder: Path) -> DevicePackage:
 
 @cache
 def this_package() -> DevicePackage | None:
-    """Returns the package whose Python runs this; None outside of one. Raises DeviceError for one whose list cannot be read."""
+    """Returns the package whose Python runs this; None outside a package. Raises DeviceError if its list cannot be read."""
     folder = Path(sys.prefix)
     return _listed(folder) if (folder / NAME).is_file() and (folder / LAUNCHERS[0]).is_file() else None
 
 
 def how_to_get(*extras: str) -> str:
-    """Returns what to do where what one of these extras of edge-mtp brings is missing or unsuitable: what to run, as part of a sentence."""
+    """Returns advice, as a part of a sentence, for a missing or unsuitable library that one of these extras of edge-mtp installs."""
     package = this_package()
     if package is None:
         return "pip install " + " or ".join(f"'edge-mtp[{extra}]'" for extra in extras)

@@ -1,4 +1,4 @@
-"""Memory: bytes that this process took and may take, and the bandwidth of reads."""
+"""Memory: the bytes that this process uses and may use, and the read bandwidth."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 from edge_devices.files.limited_read import parse_integer
 
-BLOCK = 64 << 20  # per thread; larger than the caches of the machines this is for
-# Reads of the block per round, so that some milliseconds between the threads' starts do not matter.
+BLOCK = 64 << 20  # bytes per thread, more than the caches of the intended machines
+# How often the block is read per round. It is read several times so that small differences of the threads' starts do not matter.
 PASSES = 3
 ROUNDS = 5
-SPARE = 8  # least ratio of available memory to the probe's buffers
+SPARE = 8  # the least ratio of available memory to the probe's buffers
 FILL, ABSENT = 1, 2
 
 
 def read_bandwidth(threads: int, *, memory_available: int | None = None) -> float | None:
-    """Returns bytes read per second by `threads` at once, the best of 5 rounds (some tenths of a second).
+    """Returns the bytes per second that `threads` threads read together, in the best of 5 rounds.
 
-    None where less than 8 times the buffers' memory is available, so that the probe evicts nothing. Reads with the C library's memchr,
-    which searches for a byte that does not occur.
+    It takes some tenths of a second. Returns None if less than 8 times the buffers' memory is available, so that the probe does not evict
+    other memory. It reads with the C library's memchr, which searches for a byte that does not occur.
     """
     if memory_available is not None and memory_available < SPARE * BLOCK * threads:
         return None
@@ -47,7 +47,7 @@ def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]]) -> fl
     def read(block: ctypes.Array[ctypes.c_char]) -> None:
         start.wait()
         for _ in range(PASSES):
-            search(block, ABSENT, BLOCK)  # ctypes releases the interpreter lock
+            search(block, ABSENT, BLOCK)  # ctypes releases the GIL
 
     workers = [threading.Thread(target=read, args=(block,), daemon=True) for block in blocks]
     for worker in workers:
@@ -60,7 +60,8 @@ def _round_seconds(search: Any, blocks: list[ctypes.Array[ctypes.c_char]]) -> fl
 
 
 _M_ARENA_MAX = -8  # mallopt(3), malloc.h
-# Control groups' mounts, and their files: limits, use, what of it are files (Linux, admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
+# Mounts of control groups, and their files of limits and of use, and the fields for cached files in that use (Linux,
+# admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
 _GROUPS = (
     ("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
     ("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -68,7 +69,7 @@ _GROUPS = (
 
 
 def peak_memory_bytes() -> int:
-    """Returns the largest resident size this process ever had, mapped model files included, in bytes (getrusage(2) ru_maxrss)."""
+    """Returns the peak resident size of this process in bytes, with mapped model files (getrusage(2) ru_maxrss)."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -76,19 +77,19 @@ def peak_memory_bytes() -> int:
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Returns how many bytes this process may still take; None where the kernel does not report it.
+    """Returns how many bytes this process may still allocate; None if the kernel does not report it.
 
-    MemAvailable of /proc/meminfo (proc(5)), or less where the process's control group, or one that this is in, has a limit (cgroup v1: the
-    limit, v2: memory.max, and memory.high, above which processes are slowed down until they give memory back).
+    This is MemAvailable of /proc/meminfo (proc(5)), or less if the process's control group or one above it has a limit. In cgroup v2, these
+    are memory.max, and memory.high, above which processes are slowed down until they release memory.
     """
     whole = mem_available("\n".join(_lines(root / "proc/meminfo")))
     return min([*_groups_available(root), *([] if whole is None else [whole])], default=None)
 
 
 def address_space_left() -> int | None:
-    """Returns how many bytes this process may still map, files included, under RLIMIT_AS (setrlimit(2), `ulimit -v`).
+    """Returns how many bytes this process may still map, including files, under RLIMIT_AS (setrlimit(2), `ulimit -v`).
 
-    None without such a limit, and where the kernel does not report what is mapped.
+    Returns None if there is no such limit, or if the kernel does not report what is mapped.
     """
     try:
         import resource
@@ -101,12 +102,12 @@ def address_space_left() -> int | None:
 
 
 def mapped_bytes() -> int | None:
-    """Returns VmSize of /proc/self/status, all that this process has mapped; None where there is none."""
+    """Returns VmSize of /proc/self/status, which is all memory that this process has mapped; None if it is not reported."""
     return next((int(line.split()[1]) * 1024 for line in _lines(Path("/proc/self/status")) if line.startswith("VmSize:")), None)
 
 
 def mem_available(meminfo: str) -> int | None:
-    """Returns MemAvailable of the text of /proc/meminfo in bytes, or None if it is missing."""
+    """Returns MemAvailable in the text of /proc/meminfo, in bytes; None if it is missing."""
     for line in meminfo.splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -116,7 +117,7 @@ def mem_available(meminfo: str) -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Gives memory that was freed back to the system, where the C library keeps it (glibc's malloc_trim(3))."""
+    """Returns freed memory to the system, if the C library keeps it (glibc's malloc_trim(3))."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -124,7 +125,7 @@ def return_freed_memory() -> None:
 
 
 def share_one_arena() -> None:
-    """Has all threads allocate from one arena of the C library, where glibc would reserve 64 MiB of address space for each thread."""
+    """Makes all threads allocate from one arena of the C library. Otherwise glibc reserves 64 MiB of address space per thread."""
     if sys.platform == "linux":
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
         if set_option is not None:
@@ -132,14 +133,14 @@ def share_one_arena() -> None:
 
 
 def _groups_available(root: Path) -> Iterator[int]:
-    """Yields the bytes left in each control group that limits this process. Pages of files can be dropped, so they count as free."""
+    """Yields the bytes left in each control group that limits this process. Cached file pages count as free, as they can be dropped."""
     groups = dict(_own_groups(root))
     for (mount, limits, use, files), group in ((kind, groups.get(kind[0])) for kind in _GROUPS):
-        # In a container the path may be the host's, of which only the mount itself is there; the limits of all groups above hold as well.
+        # In a container the path may be the host's, and only the mount itself exists here. The limits of all groups above apply as well.
         for path in () if group is None else (group, *group.parents):
             folder = root / mount / path
             used, *highest = (parse_integer(" ".join(_lines(folder / name))) for name in (use, *limits))
-            reached = [limit for limit in highest if limit is not None]  # "max", or nearly 2**63, is no limit
+            reached = [limit for limit in highest if limit is not None]  # "max", or nearly 2**63, means no limit
             if used is not None and reached:
                 stat = dict(line.split(maxsplit=1) for line in _lines(folder / "memory.stat") if " " in line)
                 droppable = sum(parse_integer(stat.get(name, "")) or 0 for name in files)
@@ -147,7 +148,7 @@ def _groups_available(root: Path) -> Iterator[int]:
 
 
 def _own_groups(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
-    """Yields the mount of each hierarchy with the process's group in it, as /proc/self/cgroup lists them (cgroups(7))."""
+    """Yields the mount of each hierarchy, and the process's group in it, from /proc/self/cgroup (cgroups(7))."""
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -105,10 +105,11 @@ def cpu_identity() -> list[str]:
 # could run had no processor. It shows what the share of all processors hides: one busy program delays a team of as many threads as
 # processors. The share shows what pressure hides: programs on processors that this one leaves free take memory bandwidth and clocks.
 
-# Other programs may use this share of the processors before figures count as disturbed.
+# If other programs use more than this share of the processors, figures are disturbed.
 BUSY_SHARE = 0.15
-# Programs may wait for a processor in this share of the time. With as many threads as processors and nothing else running, 4 to 5 % waited
-# (both backends, 2 cores of a Xeon "Emerald Rapids", 22 November 2026, pressure of a cgroup of its own).
+# If programs wait for a processor in more than this share of the time, figures are disturbed. With as many threads as processors and
+# nothing else running, it was 4 to 5 % (both backends, 2 cores of a Xeon "Emerald Rapids", 22 November 2026, pressure of a cgroup of its
+# own).
 BUSY_WAITING = 0.15
 STAT, PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
 BEFORE_SECONDS = 0.25  # how long the load is looked at before a measurement
@@ -133,7 +134,7 @@ class MachineLoad:
         return (self.others or 0.0) > BUSY_SHARE or (self.waiting or 0.0) > BUSY_WAITING
 
     def words(self) -> str:
-        """Returns what is known of the load, without advice."""
+        """Returns what is known about the load, without advice."""
         parts = [f"other programs used {self.others:.0%} of the processors"] if self.others is not None else []
         if self.waiting is not None:
             parts.append(f"programs waited for a processor in {self.waiting:.0%} of the time")
@@ -148,7 +149,7 @@ class MachineLoad:
 
 
 def mean_load(loads: Sequence[MachineLoad]) -> MachineLoad:
-    """Returns the mean over the time of all loads together; unknown parts do not count."""
+    """Returns the mean of all loads, weighted by their seconds. Unknown parts are ignored."""
 
     def mean(values: Sequence[tuple[float | None, float]]) -> float | None:
         known = [(value, seconds) for value, seconds in values if value is not None]
@@ -163,7 +164,7 @@ def mean_load(loads: Sequence[MachineLoad]) -> MachineLoad:
 
 
 def load_now() -> MachineLoad:
-    """Waits BEFORE_SECONDS and returns the load meanwhile."""
+    """Waits BEFORE_SECONDS and returns the load during that time."""
     watch = LoadWatch()
     time.sleep(BEFORE_SECONDS)
     return watch.load()
@@ -171,7 +172,7 @@ def load_now() -> MachineLoad:
 
 @dataclass(frozen=True)
 class _Reading:
-    """Clock, busy seconds of all processors and seconds in which programs waited (None: unknown), and processor seconds of this process."""
+    """The clock, busy seconds of all processors and seconds in which programs waited (None if unknown), and this process's seconds."""
 
     clock: float
     busy: float | None
@@ -180,14 +181,14 @@ class _Reading:
 
 
 class LoadWatch:
-    """Measures the load from its creation on. Linux only; elsewhere the load is not known, and without PSI only the share of others is."""
+    """Measures the load since its creation. It works only on Linux. Without PSI, only the share of other programs is known."""
 
     def __init__(self, stat: Path | None = None, pressure: Path | None = None) -> None:
         self._stat, self._pressure = stat or STAT, pressure or PRESSURE
         self._begin = self._read()
 
     def load(self) -> MachineLoad:
-        """Returns the load until now; unknown for spans too short for the system's clock ticks."""
+        """Returns the load until now. It is unknown if the span is too short for the system's clock ticks."""
         begin, end = self._begin, self._read()
         seconds = end.clock - begin.clock
         if seconds < _SHORTEST_SECONDS:
@@ -201,7 +202,7 @@ class LoadWatch:
         return MachineLoad(others=others, seconds=seconds, waiting=waiting)
 
     def next(self) -> MachineLoad | None:
-        """Returns the load since the last call that returned one; None where it is not known, as of too short a span."""
+        """Returns the load since the last call that returned one; None if it is unknown, for example after too short a span."""
         load = self.load()
         if load.others is None and load.waiting is None:
             return None
@@ -217,14 +218,14 @@ class LoadWatch:
 def _busy_seconds(stat: Path) -> float | None:
     try:
         fields = [int(field) for field in stat.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
-        user, nice, system, _, _, irq, softirq, _ = fields  # idle, iowait and stolen time are not busy
+        user, nice, system, _, _, irq, softirq, _ = fields  # idle, iowait and stolen time do not count as busy
         return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
 
 
 def _waited_seconds(pressure: Path) -> float | None:
-    """Reads the total of the line `some avg10=0.00 avg60=0.00 avg300=0.00 total=MICROSECONDS`; None where the kernel has no PSI."""
+    """Returns the total of the line `some avg10=0.00 avg60=0.00 avg300=0.00 total=MICROSECONDS`; None if the kernel has no PSI."""
     try:
         line = next(line for line in pressure.read_text(encoding="ascii").splitlines() if line.startswith("some "))
         return int(line.rpartition("total=")[2]) / 1e6
@@ -233,6 +234,6 @@ def _waited_seconds(pressure: Path) -> float | None:
 
 
 def _processors(stat: Path) -> int:
-    """Returns how many processors the file counts; a container may use fewer of them."""
+    """Returns the number of processors in the file. A container may be allowed fewer of them."""
     lines = stat.read_text(encoding="ascii").splitlines()
     return sum(line.startswith("cpu") and line[3:4].isdigit() for line in lines) or usable_processors()

@@ -1,4 +1,4 @@
-"""The state of a machine around a measurement: heat, throttling and power supply, and what in it makes figures invalid."""
+"""The state of a machine around a measurement: heat, throttling and power supply, and which states make figures invalid."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from edge_devices.machine.system import NOT_FOUND, System, files_below
 # Facts about throttling: `vcgencmd get_throttled` (Raspberry Pi documentation), arch/x86/kernel/cpu/mce/therm_throt.c and
 # Documentation/driver-api/thermal/sysfs-api.rst of Linux.
 
-# A shell without a login has no /opt/vc/bin in its PATH, where older systems keep it.
+# Older systems have it in /opt/vc/bin, which is not in the PATH of a shell without a login.
 VCGENCMD = ("vcgencmd", "/usr/bin/vcgencmd", "/opt/vc/bin/vcgencmd")
 VCGENCMD_REMEDY = "vcgencmd needs /dev/vcio: sudo usermod -aG video $USER, then log in again"
 COUNTERS = "sys/devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count"
 COOLING = "sys/class/thermal/cooling_device*"
 MICROCODE = "sys/devices/system/cpu/cpu0/microcode"  # x86 processors have it
-# Types of cooling devices that slow a processor down: ACPI's, cpufreq's, Intel's idle injection. Fans and displays are none.
+# Types of cooling devices that slow a processor down: ACPI's, cpufreq's, Intel's idle injection. Others, such as fans, do not match.
 SLOWS = re.compile(r"processor|cpufreq|cpuidle|thermal-idle|powerclamp|cpu[-_](\d|cluster|isolate|hotplug)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throttling:
-    """What a machine says of its throttling.
+    """Whether the processor is throttled.
 
-    `bits`: a Pi's get_throttled; `count`: how often Intel's processors were throttled since they started; `cooling`: what cools the
-    processor now by slowing it; `unknown`: what is not known, and why, or empty.
-    """
+    `bits` is a Raspberry Pi's get_throttled. `count` is how often Intel's processors were throttled since they started. `cooling` are the
+    cooling devices that slow the processor down now. `unknown` says what is not known, and why; it is empty if all is known."""
 
     bits: int | None = None
     count: int | None = None
@@ -38,7 +37,7 @@ class Throttling:
 
 
 def read_throttling(system: System) -> Throttling:
-    """Reads what this machine says: a few files, on a Raspberry Pi one command. Never raises."""
+    """Reads the state of throttling from a few files, or on a Raspberry Pi with a command. Never raises."""
     devices = _cooling_devices(system)
     cooling = tuple(name for name, state in devices if state > 0)
     if system.text_or("proc/device-tree/model").startswith("Raspberry Pi"):
@@ -47,13 +46,13 @@ def read_throttling(system: System) -> Throttling:
     counts = [count for path in system.paths(COUNTERS) if (count := parse_integer(system.text_or(path))) is not None]
     if counts:
         return Throttling(count=sum(counts), cooling=cooling)
-    # Of x86 processors the kernel's cooling is only a part: they also slow themselves down.
+    # The kernel's cooling devices do not say all about x86 processors, because these also slow themselves down.
     known = system.is_android or (bool(devices) and not system.exists(MICROCODE))
     return Throttling(cooling=cooling, unknown="" if known else "whether the processor throttles (this system has no counter of it)")
 
 
 def _firmware_bits(system: System) -> tuple[int | None, str]:
-    """Returns what `vcgencmd get_throttled` says, or why it says nothing."""
+    """Returns the bits of `vcgencmd get_throttled`, or None and the reason."""
     for command in VCGENCMD:
         done = system.run([command, "get_throttled"])
         if done.code == NOT_FOUND:
@@ -64,7 +63,7 @@ def _firmware_bits(system: System) -> tuple[int | None, str]:
 
 
 def _cooling_devices(system: System) -> list[tuple[str, int]]:
-    """Returns the type and the state of each cooling device that slows the processor down; state 0 does not."""
+    """Returns type and state of each cooling device that can slow the processor down. State 0 means that it does not now."""
     devices = []
     for folder in system.paths(COOLING):
         kind, state = system.text_or(f"{folder}/type"), parse_integer(system.text_or(f"{folder}/cur_state"))
@@ -73,7 +72,7 @@ def _cooling_devices(system: System) -> list[tuple[str, int]]:
     return devices
 
 
-# Android's services also answer the shell user, to whom most builds deny the files below /sys. Facts: `dumpsys battery`
+# Android's services answer the shell user, who may not read the files below /sys on most builds. Facts: `dumpsys battery`
 # (BatteryService) and `dumpsys thermalservice` (PowerManager.THERMAL_STATUS_*) of AOSP.
 
 THERMAL_NAMES = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
@@ -84,9 +83,10 @@ FROZEN = "UPDATES STOPPED"
 
 @dataclass(frozen=True, kw_only=True)
 class PhoneState:
-    """None where a value is unknown; `unknown`: what the services did not say, and why.
+    """The state of an Android device, from its services.
 
-    `frozen`: `dumpsys battery unplug` or `set` was run, so the figures are not measured.
+    Unknown values are None. `unknown` says what the services did not report, and why. `frozen` means that `dumpsys battery unplug` or `set`
+    was run, so the values are not measured.
     """
 
     charger: str | None = None
@@ -103,7 +103,7 @@ def thermal_name(status: int | None) -> str:
 
 
 def read_phone(system: System) -> PhoneState:
-    """Returns what both services report; never raises."""
+    """Returns what the battery and the thermal service report. Never raises."""
     thermal = re.search(r"Thermal Status: (\d)\b", system.run(["dumpsys", "thermalservice"]).text)
     status = int(thermal[1]) if thermal else None
     unknown = () if thermal else ("whether Android throttles (`dumpsys thermalservice` shows no thermal status)",)
@@ -125,7 +125,7 @@ def read_phone(system: System) -> PhoneState:
 
 
 def parse_dumpsys(text: str) -> dict[str, str]:
-    """Reads the battery service's own section of `dumpsys battery`, without a maker's section before it and event logs after it."""
+    """Parses the battery service's section of `dumpsys battery`, without a maker's section before it and event logs after it."""
     _, separator, section = text.partition(SECTION)
     if not separator:
         raise MeterError(f"`dumpsys battery` has no section {SECTION!r}; this version of Android is not supported")
@@ -141,19 +141,19 @@ def parse_dumpsys(text: str) -> dict[str, str]:
     return fields
 
 
-# Batteries and chargers. Facts: Documentation/ABI/testing/sysfs-class-power of Linux. The ABI says that a negative current discharges,
-# real ACPI batteries say the opposite: the direction is taken from `status` alone, the figure without its sign.
+# Batteries and chargers. Facts: Documentation/ABI/testing/sysfs-class-power of Linux. By the ABI, a negative current means discharging, but
+# real ACPI batteries do the opposite. So only `status` gives the direction, and the sign of the current is ignored.
 
 SUPPLIES = "sys/class/power_supply"
 SUPPLY_FIELDS = ("type", "scope", "status", "present", "online", "power_now", "current_now", "voltage_now")
 SUPPLY_FILES = files_below(f"{SUPPLIES}/*", " ".join(("uevent", *SUPPLY_FIELDS)))
-# A kilowatt and 100 A or V, in micro units: beyond are ACPI's words for an unknown value, such as 0xFFFFFFFF thousand.
+# A kilowatt, and 100 A or V, in micro units. Larger values are ACPI's codes for unknown ones, such as 0xFFFFFFFF times 1000.
 MAX_VALUES = {"POWER_NOW": 10**9, "CURRENT_NOW": 10**8, "VOLTAGE_NOW": 10**8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supply:
-    """One battery's fields as the kernel prints them: micro units, or a maker's own."""
+    """The fields of one battery as the kernel prints them, in micro units or in a maker's own units."""
 
     name: str
     fields: dict[str, str]
@@ -164,7 +164,7 @@ class Supply:
         return self.fields.get("STATUS", "Unknown")
 
     def number(self, key: str) -> int | None:
-        """Returns an integer field, or None if it is missing, or no battery of such a machine has so much."""
+        """Returns an integer field, or None if it is missing or impossibly large."""
         try:
             value = int(self.fields[key])
         except (KeyError, ValueError):
@@ -173,7 +173,7 @@ class Supply:
 
 
 def parse_uevent(text: str) -> dict[str, str]:
-    """Reads `POWER_SUPPLY_KEY=value` lines; a repeated key keeps its first value."""
+    """Parses `POWER_SUPPLY_KEY=value` lines. If a key is repeated, its first value is kept."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -193,7 +193,7 @@ def batteries(system: System) -> list[Supply]:
 
 
 def read_fields(system: System, folder: str) -> dict[str, str]:
-    """Reads one supply: its uevent, or its single files where that is not readable. Raises PermissionError when all are denied."""
+    """Reads one supply from its uevent, and missing fields from single files. Raises PermissionError if all are denied."""
     denied: PermissionError | None = None
     try:
         fields = parse_uevent(system.text(f"{folder}/uevent"))
@@ -214,7 +214,7 @@ def read_fields(system: System, folder: str) -> dict[str, str]:
 
 
 def external_power(system: System) -> str | None:
-    """Returns the name of a charger that is on line, None on battery. The machine's own USB ports (scope Device) do not count."""
+    """Returns the name of a connected charger; None on battery. The machine's own USB ports (scope Device) are ignored."""
     for folder in system.paths(f"{SUPPLIES}/*"):
         try:
             fields = read_fields(system, folder)
@@ -226,7 +226,7 @@ def external_power(system: System) -> str | None:
 
 
 def watts_of(supply: Supply) -> float | None:
-    """Returns the power in watts from POWER_NOW (µW) or CURRENT_NOW (µA) × VOLTAGE_NOW (µV); None without either."""
+    """Returns the power in watts from POWER_NOW (µW), else from CURRENT_NOW (µA) × VOLTAGE_NOW (µV), else None."""
     power = supply.number("POWER_NOW")
     if power is not None:
         return abs(power) * 1e-6
@@ -237,7 +237,7 @@ def watts_of(supply: Supply) -> float | None:
 
 
 def require_discharging(system: System, supplies: list[Supply]) -> None:
-    """Raises MeterError unless the machine runs on its batteries alone. Of several, one discharges at a time; the others rest."""
+    """Raises MeterError unless the machine runs only on its batteries. Of several batteries, only one discharges at a time."""
     charger = external_power(system)
     if charger:
         raise MeterError(f"{charger} supplies power, and a battery's figures show the load only while unplugged; unplug the charger")
@@ -247,17 +247,17 @@ def require_discharging(system: System, supplies: list[Supply]) -> None:
         raise MeterError(f"{statuses}, but only a discharging battery shows the energy used; unplug the charger")
 
 
-# What is bad excludes the measurement around it. What is not known is never taken for fine: `warnings` names it.
+# A bad state invalidates the measurement around it. An unknown state is not assumed to be good: `warnings` mentions it.
 
-# Bits of `vcgencmd get_throttled`: undervoltage, capped clock, throttled, soft temperature limit; bits 16 to 19 say the same of any time
-# since the board started.
+# Bits 0 to 3 of `vcgencmd get_throttled`: undervoltage, capped clock, throttled, soft temperature limit. Bits 16 to 19: the same happened
+# at some time since the board started.
 THROTTLED_NOW, THROTTLED_EVER = 0xF, 0xF0000
 HEAT_NOW = 0xE
-CHARGE_LIMITS = (30, 95)  # percent: below, the voltage sags; above, charging circuits interfere
+CHARGE_LIMITS = (30, 95)  # percent: below this range the voltage sags, above it charging circuits interfere
 HOTTEST = 120_000  # thousandths of a degree; some thermal zones report no temperature
 POLICIES = "sys/devices/system/cpu/cpufreq/policy*"
 TEMPERATURES = "sys/class/thermal/thermal_zone*/temp"
-# All that `read_state` reads, to be fetched from a remote device.
+# Everything that `read_state` reads, so that a snapshot of a remote device can include it.
 STATE_FILES = (
     *SUPPLY_FILES,
     *files_below(POLICIES, "scaling_max_freq scaling_cur_freq scaling_governor"),
@@ -276,10 +276,11 @@ STATE_COMMANDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceState:
-    """A snapshot; None where a value is unknown, and `unknown` has what should be known on this machine and is not, with the reason.
+    """A snapshot of a machine's state.
 
-    Frequencies in kHz, temperature in °C, swap in bytes, `clock_mhz` of the fastest processor; `thermal_status` is Android's, 0 to 6;
-    `throttled`, `throttle_count` and `cooling` are those of `Throttling`.
+    Unknown values are None; `unknown` lists, with reasons, values that should be known on this machine. Frequencies are in kHz, temperature
+    in °C, swap in bytes. `clock_mhz` is that of the fastest processor. `thermal_status` is Android's, 0 to 6. `throttled`, `throttle_count`
+    and `cooling` are those of `Throttling`.
     """
 
     throttled: int | None = None
@@ -297,13 +298,13 @@ class DeviceState:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the machine slows down because of heat, or is about to."""
+        """Whether the machine slows down because of heat, or will soon."""
         firmware = self.throttled is not None and bool(self.throttled & HEAT_NOW)
         return firmware or bool(self.cooling) or (self.thermal_status or 0) >= LIGHT
 
 
 def read_state(system: System) -> DeviceState:
-    """Returns the current state; costs a few file reads, one command on a Raspberry Pi, two on Android (about 0.1 s)."""
+    """Returns the current state. It takes a few file reads, and one command on a Raspberry Pi or two on Android (about 0.1 s)."""
     phone = read_phone(system) if system.is_android else PhoneState()
     supplies, charger, denied = _power(system)
     policies = system.paths(POLICIES)
@@ -341,14 +342,14 @@ def read_state(system: System) -> DeviceState:
 
 
 class Refusal(NamedTuple):
-    """Why nothing should be measured."""
+    """A reason not to measure."""
 
     code: Literal["throttled", "heat", "charger", "charge"]
     sentence: str
 
 
 def refusals(state: DeviceState, *, at_battery: bool) -> list[Refusal]:
-    """Returns why nothing should be measured in this state. `at_battery`: energy is read from the device's own battery."""
+    """Returns reasons not to measure in this state. `at_battery` says that energy is read from the device's own battery."""
     reasons = []
     if state.throttled is not None and state.throttled & THROTTLED_NOW:
         sentence = f"the board is throttled now (get_throttled {state.throttled:#x}): cool it, or give it a stronger supply"
@@ -367,7 +368,7 @@ def refusals(state: DeviceState, *, at_battery: bool) -> list[Refusal]:
 
 
 def warnings(state: DeviceState) -> list[str]:
-    """Returns remarks on this state for readers of the figures."""
+    """Returns remarks about this state for readers of the figures."""
     remarks = []
     if state.swap_used:
         remarks.append(f"{byte_text(state.swap_used)} of swap are in use")
@@ -384,7 +385,7 @@ def warnings(state: DeviceState) -> list[str]:
 
 
 def throttling(state: DeviceState) -> list[str]:
-    """Returns in what way the machine throttled in this state."""
+    """Returns sentences that say how the machine throttled in this state."""
     sentences = []
     if state.throttled is not None and state.throttled & THROTTLED_NOW:
         sentences.append(_board_throttled(state.throttled))
@@ -396,7 +397,7 @@ def throttling(state: DeviceState) -> list[str]:
 
 
 def changes(before: DeviceState, after: DeviceState) -> list[str]:
-    """Returns the changes between two snapshots that make the run between them invalid."""
+    """Returns the changes between two snapshots that invalidate the run between them."""
     sentences = []
     if after.throttled is not None and after.throttled & ~(before.throttled or 0) & THROTTLED_EVER:
         sentences.append(_board_throttled(after.throttled))
@@ -412,7 +413,7 @@ def changes(before: DeviceState, after: DeviceState) -> list[str]:
 
 
 def disturbances(before: DeviceState, after: DeviceState) -> list[str]:
-    """Returns what makes the run between two snapshots invalid: throttling at either, or a change from one to the other."""
+    """Returns what invalidates the run between two snapshots: throttling in either, or a change from one to the other."""
     return list(dict.fromkeys([*throttling(before), *throttling(after), *changes(before, after)]))
 
 
@@ -421,7 +422,7 @@ def _board_throttled(bits: int) -> str:
 
 
 def _power(system: System) -> tuple[list[Supply], str | None, str]:
-    """Returns batteries and charger, and why they are not known, empty where they are."""
+    """Returns the batteries, the charger, and why they are unknown, which is empty if they are known."""
     try:
         return batteries(system), external_power(system), ""
     except PermissionError:

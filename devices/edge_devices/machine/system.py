@@ -1,4 +1,4 @@
-"""Access to a machine: files below a root, commands, a clock. Tests replace it."""
+"""Access to a machine: files below a root, commands and a clock. Tests replace it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from edge_devices.children import run_child
 from edge_devices.errors import DeviceError
 
-NOT_FOUND = 127  # the exit code where there is no such command
-# A clock was set if it is further from a steady one than these seconds and twice what steering changes (adjtimex(2): 500 ppm).
-MOVED_S, DRIFT = 5.0, 1e-3
-LONGEST_TEXT = 1 << 20  # bytes kept of a file or a command's output; the longest in practice, dumpsys, has a few kilobytes
+NOT_FOUND = 127  # the exit code if there is no such command
+MOVED_S, DRIFT = 5.0, 1e-3  # a clock that was set differs by more than both together; one that is slewed does not (adjtimex(2): 500 ppm)
+LONGEST_TEXT = 1 << 20  # the most bytes that are read from a file or a command; real ones have a few kilobytes at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """The result of a command. `code` is its exit status; 127: not found, 126: not permitted, 124: timed out.
+    """The result of a command.
 
-    `cut`: it wrote more than it may and was ended; `output` has the beginning, `code` is 125.
+    `code` is its exit status, or 127 if it was not found, 126 if it was not permitted, 124 if it timed out. With `cut`, it wrote more than
+    allowed and was ended; then `output` has the beginning, and `code` is 125.
     """
 
     code: int
@@ -35,14 +35,14 @@ class CommandResult:
 
     @property
     def first_line(self) -> str:
-        """The first line of the output, or else of the errors, or the exit code."""
+        """The first line of the output, else of the errors, else the exit code."""
         return (self.text.strip() or self.errors.strip() or str(self.code)).splitlines()[0]
 
 
 def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0, max_bytes: int = LONGEST_TEXT) -> CommandResult:
     """Runs a command with `answer` as standard input. Failures are in the result, not raised.
 
-    A command that writes more than `max_bytes` bytes to one of its outputs is ended, so that it cannot fill this machine's memory.
+    A command that writes more than `max_bytes` to one of its outputs is ended, so that it cannot fill this machine's memory.
     """
     try:
         child = run_child(arguments, answer, seconds=seconds, output_bytes=max_bytes, environment={"LC_ALL": "C"})  # no decimal commas
@@ -57,7 +57,7 @@ def run_command(arguments: Sequence[str], answer: bytes = b"", seconds: float = 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """One machine. `clock`, in seconds, is also what decoding is timed with, so that marks and samples are comparable."""
+    """A machine. Decoding is timed with the same `clock`, in seconds, so that its times are comparable with samples."""
 
     root: Path = Path("/")
     run: Callable[..., CommandResult] = run_command
@@ -66,19 +66,19 @@ class System:
     platform: str = sys.platform
 
     def text(self, path: str) -> str:
-        """Returns the text of a file below the root, stripped; raises OSError as open does."""
+        """Returns the stripped text of a file below the root. Raises OSError, as open does."""
         with (self.root / path).open("rb") as file:
             return file.read(LONGEST_TEXT).decode("utf-8", errors="replace").strip()
 
     def text_or(self, path: str, default: str = "") -> str:
-        """Returns the text of a file, or `default` where it cannot be read."""
+        """Returns the text of a file, or `default` if it cannot be read."""
         try:
             return self.text(path)
         except OSError:
             return default
 
     def number(self, path: str) -> int | None:
-        """Returns the integer in a file; None without a file or an integer. Raises PermissionError."""
+        """Returns the integer in a file; None if there is no file or no integer. Raises PermissionError."""
         try:
             return int(self.text(path))
         except PermissionError:
@@ -107,21 +107,21 @@ class System:
 
 
 def files_below(folder: str, names: str) -> tuple[str, ...]:
-    """Returns the patterns of files with these names, which blanks separate, in folders of this pattern."""
+    """Returns patterns for files in folders that match `folder`. `names` are the files' names, separated by blanks."""
     return tuple(f"{folder}/{name}" for name in names.split())
 
 
 class WallClock:
-    """Watches the time of day, which may be set while a program runs, against the steady clock that durations are taken from."""
+    """Detects whether the time of day was set while a program runs, by comparing it with a monotonic clock, which measures durations."""
 
     def __init__(self, now: Callable[[], float] | None = None, clock: Callable[[], float] | None = None) -> None:
         self._now, self._clock = now or time.time, clock or time.monotonic
         self._began = self._now(), self._clock()
 
     def moved_by(self) -> float:
-        """Returns by how many seconds the time of day was set since this was made: above 0 forward, below 0 back, 0 not at all.
+        """Returns by how many seconds the time of day was set forward since this object was made; below 0 if it was set back.
 
-        A machine that slept looks like one whose clock was set forward.
+        Sleep of the machine looks the same. Small differences, as from a clock that is slewed, are returned as 0.
         """
         wall, steady = self._now() - self._began[0], self._clock() - self._began[1]
         return wall - steady if abs(wall - steady) > MOVED_S + DRIFT * steady else 0.0
