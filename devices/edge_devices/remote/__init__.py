@@ -1,1 +1,1 @@
-"""Another device: how it is reached, what is sent there, and a job on it, from its preflight to what happened."""
+"""Remote devices: the connection, sending files, and jobs, from the checks before one to the record of what happened."""

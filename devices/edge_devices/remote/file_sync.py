@@ -1,8 +1,8 @@
-"""Folders to and from a device: only files that differ are sent, all are verified by sha256, and interrupted transfers resume.
+"""Sends folders to a device and fetches files. Only differing files are sent, all are verified by sha256, and transfers can resume.
 
-The device needs sh, find, sha256sum, tar, zcat, cat, head, tail, mv, rm, mkdir, chmod and wc: toybox and coreutils (with gzip) have them.
-All but the largest files travel together as compressed archives; these and the largest in chunks that are appended to FILE.partial, so a
-broken link costs one chunk.
+The device needs sh, find, sha256sum, tar, zcat, cat, head, tail, mv, rm, mkdir, chmod and wc, which toybox and coreutils (with gzip) have.
+Files are sent together as compressed archives, except the largest, which are sent one by one. Archives and largest files are sent in chunks
+that are appended to FILE.partial, so a broken link costs only one chunk.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from edge_devices.waiting import Report, no_report
 
 Outcome = TypeVar("Outcome")
 CHUNK_BYTES = 32 << 20
-LARGE_BYTES = ARCHIVE_BYTES = 64 << 20  # a model is compressed already; of an archive, before it is compressed
-MAX_PULL_BYTES = 1 << 30  # the longest, the energy log, has 100 bytes a reading: this is 12 days of ten a second
+LARGE_BYTES = ARCHIVE_BYTES = 64 << 20  # larger files (models) do not compress; the size of an archive is before compression
+MAX_PULL_BYTES = 1 << 30  # the largest file is the energy log, 100 bytes per reading: this is 12 days of ten per second
 HASHING_SECONDS = 3600.0
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0
 PARTIAL, INCOMING = ".partial", ".incoming"
-# The chunk's hash is checked on the device before it is appended; an interrupted append is detected by the file's length.
+# A chunk's hash is checked on the device before it is appended. An interrupted append is detected by the hash of the part.
 HASH = 'sha256sum < "$1" | cut -c1-64'
-# -o: without it, a tar run by root would set the owner that the archive names. A missing archive was unpacked by an earlier attempt.
+# Without -o, a tar that root runs would set the owner that the archive names. If the archive is missing, an earlier attempt unpacked it.
 UNPACK = 'cd "$1" && { test ! -e "$2" || { zcat < "$2" | tar -xof - && rm -f "$2"; }; }'
 APPEND = 'test "$(sha256sum < "$1" | cut -c1-64)" = "$3" || exit 9; cat "$1" >> "$2" && rm "$1"'
 SLICE = 'tail -c "+$2" < "$1" | head -c "$3"'
@@ -43,7 +43,7 @@ LISTING = 'cd "$1" 2>/dev/null || exit 0; find . -type f -exec sha256sum {} +'
 
 @dataclass(frozen=True, kw_only=True)
 class LocalFile:
-    """A local file to send. `path`: relative to the folder, with slashes."""
+    """A local file to send. `path` is relative to the folder, with slashes."""
 
     path: str
     source: Path
@@ -52,13 +52,13 @@ class LocalFile:
 
     @property
     def executable(self) -> bool:
-        """Whether the file is executable, here and therefore on the device."""
+        """Whether the file is executable here, and shall be on the device."""
         return os.access(self.source, os.X_OK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """The result of a push: files and bytes sent, files that were up to date, and files removed since they were on the device only."""
+    """The result of a push: files and bytes sent, files that were up to date, and files removed because only the device had them."""
 
     sent: int
     bytes: int
@@ -73,9 +73,10 @@ def push_tree(
     report: Report = no_report,
     names: Sequence[str] | None = None,
 ) -> Pushed:
-    """Makes `target` on the device equal to `folder`, or to the files `names` in it; `report` gets the share of the bytes that is sent.
+    """Makes `target` on the device equal to `folder`, or to the files `names` in it.
 
-    A broken link is retried 3 times. Raises TransportError for a symbolic link, which could lead to any file of this machine.
+    `report` gets the share of the bytes that is sent. If the link breaks, there are up to 3 attempts. Raises TransportError for a symbolic
+    link, because it could lead to any file of this machine.
     """
     files = local_files(folder, names)
     shell(transport, 'mkdir -p "$1"', target)
@@ -102,7 +103,7 @@ def push_tree(
 
 
 def push_file(transport: Transport, source: Path, target: str, progress: Callable[[int], None] = lambda _sent: None) -> None:
-    """Sends one file in chunks, resuming an earlier attempt, and verifies it. Raises LinkError or TransportError."""
+    """Sends one file in chunks, continuing an earlier attempt, and verifies it. Raises LinkError or TransportError."""
     file = LocalFile(path=posixpath.basename(target), source=source, bytes=source.stat().st_size, sha256=sha256_of(source))
     folder = posixpath.dirname(target)
     shell(transport, 'mkdir -p "$1"', folder)
@@ -110,7 +111,7 @@ def push_file(transport: Transport, source: Path, target: str, progress: Callabl
 
 
 def pull_file(transport: Transport, source: str, target: Path) -> None:
-    """Fetches a file atomically, verified by sha256. Raises TransportError if it does not exist, is too large or arrives damaged."""
+    """Fetches a file atomically and verifies it by sha256. Raises TransportError if it is missing, too large, or arrives damaged."""
     partial = target.with_name(target.name + PARTIAL)
     try:
         for _ in range(ATTEMPTS):
@@ -130,9 +131,9 @@ def pull_file(transport: Transport, source: str, target: Path) -> None:
 
 
 def local_files(folder: Path, names: Sequence[str] | None = None) -> list[LocalFile]:
-    """Returns the files below a folder, or those of `names`, with their hashes, sorted.
+    """Returns the files below a folder, or only those in `names`, sorted, with their hashes.
 
-    Raises TransportError for symbolic links, and for names that a listing cannot represent.
+    Raises TransportError for symbolic links, and for names that the device's listing cannot represent.
     """
     if not folder.is_dir():
         raise TransportError(f"{folder} is not a folder; give a folder to send")
@@ -152,7 +153,8 @@ def local_files(folder: Path, names: Sequence[str] | None = None) -> list[LocalF
 def device_files(transport: Transport, folder: str) -> dict[str, str]:
     """Returns the sha256 of every file below a folder of the device, by path.
 
-    A line that leads out of it is none of a file: toybox writes a name's line ends as they are, and what is listed may be removed.
+    Lines with a path that leads out of the folder are ignored. A file name with a line end could cause such a line with toybox, and listed
+    files may be removed.
     """
     listing = shell(transport, LISTING, folder, seconds=HASHING_SECONDS)
     lines = (re.fullmatch(r"([0-9a-f]{64})  \./(.+)", line) for line in listing.splitlines())
@@ -160,7 +162,7 @@ def device_files(transport: Transport, folder: str) -> dict[str, str]:
 
 
 def free_bytes(transport: Transport, folder: str) -> int | None:
-    """Returns the free bytes of the file system that holds a folder of the device, existing or not; None where df reports none."""
+    """Returns the free bytes of the file system for a folder of the device, even if it does not exist yet; None if df does not tell."""
     nearest = 'd="$1"; while ! test -d "$d"; do n="$(dirname "$d")"; test "$n" = "$d" && break; d="$n"; done; '
     script = nearest + 'df -kP "$d" 2>/dev/null || df -k "$d"'
     lines = shell(transport, script, folder if folder.startswith("/") else f"./{folder}").splitlines()
@@ -194,7 +196,7 @@ def _groups(files: list[LocalFile]) -> Iterator[list[LocalFile]]:
 
 
 def _push_archive(transport: Transport, files: list[LocalFile], target: str) -> None:
-    """Sends files as one archive. The same files make the same archive, so that an interrupted one is continued."""
+    """Sends files as one archive. The same files always make the same archive, so that an interrupted transfer can continue."""
     with tempfile.TemporaryDirectory() as folder:
         pack = Path(folder) / f"{INCOMING}.tgz"
         with pack.open("wb") as raw, gzip.GzipFile("", "wb", 6, raw, 0) as packed, tarfile.open(None, "w", packed) as tar:
@@ -219,7 +221,7 @@ def _push_large(transport: Transport, file: LocalFile, folder: str, progress: Ca
 
 
 def _push_chunks(transport: Transport, file: LocalFile, partial: str, incoming: str, progress: Callable[[int], None]) -> None:
-    """Appends chunks from where the device's part ends; may be called again after a broken link."""
+    """Appends chunks after the part that the device already has. It can be called again after a broken link."""
     sent = _resume_at(transport, file, partial)
     with tempfile.TemporaryDirectory() as scratch, file.source.open("rb") as data:
         chunk = Path(scratch) / "chunk"
@@ -237,7 +239,7 @@ def _push_chunks(transport: Transport, file: LocalFile, partial: str, incoming: 
 
 
 def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
-    """Returns the bytes of a file that are on the device already, verified by hash; a wrong part is removed."""
+    """Returns how many bytes of a file the device already has, verified by hash. A wrong part is removed."""
     size = shell(transport, 'test -f "$1" && wc -c < "$1" || echo 0', partial).strip()
     present = parse_integer(size) or 0
     if present:
@@ -249,7 +251,7 @@ def _resume_at(transport: Transport, file: LocalFile, partial: str) -> int:
 
 
 def _pull_slices(transport: Transport, source: str, target: Path, size: int) -> None:
-    """Writes the first `size` bytes of the device's file, never more. What is missing or wrong shows in the hash."""
+    """Writes at most the first `size` bytes of the device's file to `target`. Missing or wrong bytes are found by the hash later."""
     with target.open("wb") as file:
         for start in range(0, size, CHUNK_BYTES):
             length = min(CHUNK_BYTES, size - start)
@@ -258,7 +260,7 @@ def _pull_slices(transport: Transport, source: str, target: Path, size: int) -> 
 
 
 def retried(attempt: Callable[[], Outcome], pause_s: float | None = None) -> Outcome:
-    """Returns what `attempt` does once the link holds; called three times at most."""
+    """Calls `attempt` again if the link breaks, up to three times in all, and returns its result."""
     for _ in range(ATTEMPTS - 1):
         with suppress(LinkError):
             return attempt()

@@ -1,9 +1,9 @@
-"""A job on another device, watched there while it runs, and what happened to the device.
+"""Monitors a job on another device while it runs there, and finds out afterwards what happened to the device.
 
-`python -m edge_devices.remote.job_monitor FILE -- COMMAND...` runs on the device. It keeps a phone awake and writes one JSON object per
-line, synchronised to disk before the next, so that the record survives an empty battery. Kinds: `look` (a state sample: t in seconds since
-the start, memory and free space of the disk in bytes, state), `waiting`, `begin`, `note` (a sentence for readers of the figures), `end`
-(the exit code). `read_job_history` reads the file where it was collected, and `find_incidents` tells what happened.
+`python -m edge_devices.remote.job_monitor FILE -- COMMAND...` runs on the device. It keeps a phone awake, and writes one JSON object per
+line. Each line is flushed to the disk before the next, so that the record survives an empty battery. Kinds of lines: `look` (a state
+sample: t in seconds since the start, memory and free disk space in bytes, state), `waiting`, `begin`, `note` (a sentence for readers of the
+figures), `end` (the exit code). When the file is collected, `read_job_history` reads it, and `find_incidents` says what happened.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from edge_devices.machine.system import System
 from edge_devices.remote.jobs import JobState, JobStatus, running_job
 from edge_devices.remote.transport import Transport
 
-# A phone that stays awake.
+# Keeping a phone awake.
 #
-# Off the charger, Android suspends everything a while after the screen goes off. The shell user can take no wake lock, so the screen stays
-# on: its timeout is lengthened, and the phone is woken before each sample. The screen's watts are in idle power too. Doze is disabled.
+# Without a charger, Android suspends everything some time after the screen goes off. The shell user cannot take a wake lock. So the screen
+# is kept on: its timeout is lengthened, and the phone is woken before each sample. The screen's watts are part of idle power too. Doze is
+# disabled.
 #
-# What the settings were is written to a file before they are changed. Whoever comes next puts them back from it: the run itself, or, where
-# that was killed or the phone went off, the next collecting, start or cleaning.
+# The old settings are written to a file before they are changed. The run restores them at its end. If it was killed, or if the phone went
+# off, the next command that collects a run, starts one or cleans up restores them.
 
 SETTING = "screen_off_timeout"
 TIMEOUT_MS = 24 * 3600 * 1000
 WAKE = ("input", "keyevent", "KEYCODE_WAKEUP")
-# Both scripts get the file as $1. A file that is already there has the values of before an earlier run, and stays. What could not be read
-# is not changed, as it could not be put back. What did not work is printed.
+# Both scripts get the file as $1. If the file exists already, it has the values from before an earlier run, so it is kept. A setting that
+# could not be read is not changed, because it could not be restored. Failures are printed.
 READ = f"""f="$1"
 timeout_now() {{ settings get system {SETTING} 2>/dev/null; }}
 read_settings() {{
@@ -81,9 +82,10 @@ rm -f "$f" && echo restored
 
 @contextmanager
 def kept_awake(system: System, file: str, report: Callable[[str], None]) -> Iterator[bool]:
-    """Keeps a phone awake inside the block; yields whether this is one. Elsewhere, or without a `file` for its settings, it does nothing.
+    """Keeps a phone awake inside the block.
 
-    `report` gets a sentence on each thing that did not work.
+    Yields False, and does nothing, if this is not a phone or if there is no `file` for its settings. `report` gets a sentence for each
+    failure.
     """
     if not system.is_android or not file:
         yield False
@@ -105,7 +107,7 @@ def wake(system: System) -> None:
 
 
 def restore_settings(transport: Transport, log: Callable[[str], None]) -> None:
-    """Puts back the settings that a run which was cut off left changed; does nothing while a run goes on. Failures go to `log`."""
+    """Restores the settings that an interrupted run left changed, unless a run is still going on. Failures are reported to `log`."""
     if not transport.settings or running_job(transport):
         return
     done = transport.run(["sh", "-c", RESTORE, "sh", transport.settings])
@@ -115,17 +117,17 @@ def restore_settings(transport: Transport, log: Callable[[str], None]) -> None:
         log("the screen's timeout and Doze are as they were before a run that was cut off")
 
 
-# The state while the command runs.
+# Recording the state while the command runs.
 
 INTERVAL_SECONDS = 5.0
 MAX_WAIT_SECONDS = 1800.0
-SETTLING_SECONDS = 10.0  # after unplugging: the gauge shows the charger's current for up to 7 s
+SETTLING_SECONDS = 10.0  # after unplugging, the gauge still shows the charger's current for up to 7 s
 STILL_CHARGING = 75  # exit code
-BY_SIGNAL = 128  # exit codes from here on: the command was ended by the signal of the number that remains
+BY_SIGNAL = 128  # a command that a signal ended has this plus the signal's number as its exit code
 
 
 class StateRecorder:
-    """Writes samples of a machine's state to a file without a buffer. On a full disk they are lost, and what is measured goes on."""
+    """Writes samples of a machine's state to an unbuffered file. If the disk is full, they are lost, but the measurement continues."""
 
     def __init__(self, file: BinaryIO, system: System) -> None:
         self._file, self._system, self._begin = file, system, system.clock()
@@ -141,7 +143,7 @@ class StateRecorder:
         self.write("note", text=text)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Writes one record and synchronises the file to disk."""
+        """Writes one record and flushes the file to the disk."""
         line = {"kind": kind, "t": round(self._system.clock() - self._begin, 3), **fields}
         with suppress(OSError):
             self._file.write(json.dumps(line).encode() + b"\n")
@@ -149,7 +151,7 @@ class StateRecorder:
 
 
 def _free_bytes() -> int | None:
-    """Returns the free bytes of the disk that the job writes to; None where they are not known."""
+    """Returns the free bytes of the disk to which the job writes; None if unknown."""
     try:
         return shutil.disk_usage(".").free
     except OSError:
@@ -157,7 +159,7 @@ def _free_bytes() -> int | None:
 
 
 def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
-    """Waits until no charger is connected and the gauge has settled; returns False after 30 minutes on the charger."""
+    """Waits until no charger is connected and the gauge has settled. Returns False if a charger is still connected after 30 minutes."""
     end = system.clock() + MAX_WAIT_SECONDS
     recorder.write("waiting")
     while system.clock() < end:
@@ -169,9 +171,10 @@ def wait_for_unplugging(recorder: StateRecorder, system: System) -> bool:
 
 
 def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: float, system: System, settings: str) -> int:
-    """Runs a command to its end, with a sample every `interval_s` seconds; returns its exit code. SIGTERM is passed on to the command.
+    """Runs a command to its end, and takes a sample every `interval_s` seconds.
 
-    A phone is kept awake meanwhile; `settings` is the file for what is changed on it.
+    Returns the command's exit code. SIGTERM is passed on to the command. A phone is kept awake during the run; `settings` is the file for
+    its old settings.
     """
     running: list[subprocess.Popen[bytes]] = []
     ended: list[int] = []
@@ -182,7 +185,7 @@ def run_monitored(command: Sequence[str], recorder: StateRecorder, interval_s: f
             process.terminate()
 
     recorder.sample()
-    # Set before the command begins: a signal may come between.
+    # Set before the command starts, because a signal may come in between.
     before = signal.signal(signal.SIGTERM, pass_on)
     try:
         recorder.write("begin")
@@ -227,20 +230,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_monitored(command, recorder, options.every, system, options.settings)
 
 
-# What happened, told where the record was collected.
+# Finding out what happened, after the record was collected.
 
 MAX_LINE_CHARS = 1 << 16
 MAX_LINES = 1_000_000
-EMPTY_PERCENT = 5  # a device that went off at this charge or less ran out of power
-SUSPENDED = 4  # a gap of this many usual intervals: Android suspended the job
+EMPTY_PERCENT = 5  # if a device went off at this charge or less, its battery was empty
+SUSPENDED = 4  # a gap of more than this many usual intervals means that Android suspended the job
 HANGUP, KILL, TERMINATE = 1, 9, 15
-SCARCE_BYTES = 1 << 30  # with more memory than this in the last sample, hardly the kernel ended a run
+SCARCE_BYTES = 1 << 30  # if the last sample has more memory than this, the kernel probably did not kill the run
 KEPT = "the results until then are kept"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateSample:
-    """One sample of the device's state. `t`: seconds since the start; `memory`, `free`: available bytes of memory and disk, if known."""
+    """One sample of the device's state. `t` is seconds since the start. `memory` and `free` are free bytes of memory and disk, or None."""
 
     t: float
     state: DeviceState
@@ -250,7 +253,7 @@ class StateSample:
 
 @dataclass(frozen=True, kw_only=True)
 class JobHistory:
-    """The state samples of one job since it began. `ended`: the monitor recorded the command's exit; `notes`: sentences of the monitor."""
+    """The state samples of a job since it began. `ended` says that the command's end was recorded. `notes` are the monitor's sentences."""
 
     samples: tuple[StateSample, ...]
     ended: bool
@@ -258,31 +261,31 @@ class JobHistory:
 
     @property
     def hottest_c(self) -> float | None:
-        """The highest temperature, °C; None where the device reports none."""
+        """The highest temperature in °C; None if the device reports none."""
         return max((s.state.temperature_c for s in self.samples if s.state.temperature_c is not None), default=None)
 
     @property
     def charge_used(self) -> int | None:
-        """Percent of charge used; None with a charger connected or without a battery."""
+        """The percent of charge used; None if a charger was connected or there is no battery."""
         levels = [s.state.charge_percent for s in self.samples if s.state.charge_percent is not None]
         on_charger = any(s.state.charger for s in self.samples)
         return levels[0] - levels[-1] if levels and not on_charger else None
 
 
 def read_job_history(path: Path) -> JobHistory:
-    """Reads a monitor's file, complete or cut off; raises MeasurementError for anything else."""
+    """Reads a monitor's file, which may be cut off. Raises MeasurementError for any other file."""
     samples, notes, ended = list[StateSample](), list[str](), False
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number in range(1, MAX_LINES):
                 line = file.readline(MAX_LINE_CHARS)
                 if not line.endswith("\n"):
-                    break  # the end of the file, or a line cut off by a power loss
+                    break  # the end of the file, or a line that a power loss cut off
                 try:
                     record = json.loads(line)
                     kind, t = record["kind"], float(record["t"])
                     if kind == "begin":
-                        samples = samples[-1:]  # samples taken while waiting for unplugging are no part of the run
+                        samples = samples[-1:]  # samples from before the start are not part of the run
                     elif kind == "look":
                         samples.append(_sample(t, record))
                     elif kind == "note":
@@ -307,7 +310,7 @@ def find_incidents(history: JobHistory, status: JobStatus) -> list[str]:
 
 
 def _changes(samples: tuple[StateSample, ...]) -> list[str]:
-    """Changes between neighbouring samples; a repeated change is reported once, with its count."""
+    """Returns the changes between successive samples. A repeated change is reported once, with its count."""
     gaps = sorted(b.t - a.t for a, b in pairwise(samples))
     usual = gaps[len(gaps) // 2] if gaps else 0.0
     times: dict[str, list[float]] = {}
@@ -344,7 +347,7 @@ def _ending(history: JobHistory, status: JobStatus) -> list[str]:
 
 
 def _killed(code: int | None, last: StateSample | None) -> str:
-    """Returns how a run ended that did not end itself. Without an exit code nobody saw it end."""
+    """Returns how a run was ended from outside or crashed. Without an exit code, it is assumed to have been killed."""
     number = KILL if code is None else code - BY_SIGNAL
     if number not in (HANGUP, KILL, TERMINATE):
         return f"the run crashed ({signal_name(number)})"

@@ -1,8 +1,8 @@
-"""Detached jobs: commands in a session of their own on the device, which survive unplugging, adb restarts and the end of this program.
+"""Detached jobs: commands in their own session on the device. They survive unplugging, adb restarts and the end of this program.
 
-A job is a folder on the device: `boot` (the kernel's boot id), `pid` (its process, and when that began), `log` (both outputs),
-`stopped` (by `stop_job`), `exit` (the code, written last). On a full disk the empty file `spare`, renamed to `full.CODE`, has the code
-instead. A device runs one job at a time: its lock is a link to the job's folder.
+A job is a folder on the device with these files: `boot` (the kernel's boot id), `pid` (its process, and when that started), `log` (both
+outputs), `stopped` (written by `stop_job`), and `exit` (the exit code, written last). If the disk is full, the empty file `spare` is
+renamed to `full.CODE` instead, which needs no space. A device runs one job at a time; its lock is a link to the job's folder.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from edge_devices.remote.transport import Transport, shell
 
 EXISTS, BUSY = 17, 18
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-# Whether the job in a folder goes on. The number of its process may belong to another one after a restart, or after many processes.
-# A shell that has just handed its job to the job's own process is gone: then that process is looked at.
+# Shell functions that check whether the job in a folder still runs. After a restart or many processes, its process number may belong to
+# another process, so the boot id and the start time are compared too.
 LIVE = f"""
 born() {{ cut -d' ' -f22 "/proc/$1/stat" 2>/dev/null; }}
 live() {{
@@ -34,8 +34,9 @@ HOLDER = f"""{LIVE}
 job="$(readlink "$1" 2>/dev/null)" && live "$job" && echo "$job"
 exit 0
 """
-# Until the job has a process of its own, this shell is that of the job. The lock is judged and taken by one shell at a time: a folder is
-# made by one alone, and a shell that died in between has left it there for longer than any other needs it.
+# Until the job has its own process, this shell's process stands for it. Only one shell at a time may check and take the lock. For that it
+# makes the folder `.taking`, which only one shell can do. If that still exists after 30 seconds, its shell must have died, so it is
+# ignored.
 START = f"""{LIVE}
 mkdir -p "$(dirname "$1")" "$(dirname "$2")" || exit 1
 lock="$(cd "$(dirname "$1")" && pwd)/$(basename "$1")"; job="$2"
@@ -68,7 +69,7 @@ for f in "$2" "$2.partial"; do test -f "$f" && echo "lines=$(wc -l < "$f")" && b
 echo log=; tail -n 5 log 2>/dev/null
 exit 0
 """
-# The job leads its session, so its process id is also that of the process group. dash's kill takes no "--".
+# The job leads its session, so its process id is also the id of its process group. dash's kill does not accept "--".
 STOP = f"""{LIVE}
 cd "$1" 2>/dev/null || {{ echo absent; exit 0; }}
 live . || {{ echo over; exit 0; }}
@@ -81,9 +82,10 @@ exit 0
 
 
 class JobState(StrEnum):
-    """The state of a job. `DIED`: ended without an exit code, as after an out-of-memory kill; `RESTARTED`: the device restarted;
-    `STOPPED`: by `stop_job`.
-    """
+    """The state of a job.
+
+    `DIED` means that it ended without an exit code, for example because memory ran out. `RESTARTED` means that the device restarted.
+    `STOPPED` means that `stop_job` ended it."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -95,9 +97,10 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """The status of a job. `disk_full`: the device's disk did not take the exit code; `records`: lines in its result file so far;
-    `log`: the last lines of its output.
-    """
+    """The status of a job.
+
+    `disk_full` means that the exit code could not be written because the device's disk was full. `records` is the number of lines in its
+    result file so far. `log` has the last lines of its output."""
 
     state: JobState
     exit_code: int | None = None
@@ -107,7 +110,7 @@ class JobStatus:
 
 
 def start_job(transport: Transport, job: str, command: Sequence[str]) -> None:
-    """Starts a command in the new folder `job` and returns at once. Raises TransportError if the folder exists, or another job goes on."""
+    """Starts a command in the new folder `job` and returns at once. Raises TransportError if the folder exists or another job runs."""
     done = transport.run(["sh", "-c", START, "sh", transport.lock, job, *command])
     if done.code == EXISTS:
         raise TransportError(f"{transport.name}: {job} already exists; give the run another name, or collect it first")
@@ -120,19 +123,19 @@ def start_job(transport: Transport, job: str, command: Sequence[str]) -> None:
 
 
 def running_job(transport: Transport) -> str:
-    """Returns the folder of the job that goes on on the device, whoever started it; empty without one."""
+    """Returns the folder of the job that runs on the device, no matter who started it; empty if there is none."""
     return shell(transport, HOLDER, transport.lock).strip()
 
 
 def busy(transport: Transport, job: str) -> str:
-    """Returns a sentence about the job that goes on there, and what can be done with it."""
+    """Returns a sentence about the job that runs there, and what can be done about it."""
     home, name = posixpath.dirname(posixpath.dirname(job)), posixpath.basename(job)
     where = "" if home in ("", transport.folder) or home.endswith("/" + transport.folder) else f" --device-folder {home}"
     return f"{transport.name}: run {name} goes on there: `--run {name}{where}` follows and collects it, and with --stop ends it"
 
 
 def poll_job(transport: Transport, job: str, results: str) -> JobStatus:
-    """Returns the status of a job. `results`: the file in its folder whose lines are counted, also while it is named *.partial."""
+    """Returns the status of a job. `results` is the file in its folder whose lines are counted, also while it is named *.partial."""
     head, _, log = shell(transport, POLL, job, results).partition("log=\n")
     fields = dict(line.partition("=")[::2] for line in head.splitlines())
     code = parse_integer(fields.get("exit", ""))
@@ -160,7 +163,7 @@ def _state(fields: dict[str, str], code: int | None) -> JobState:
 def stop_job(transport: Transport, job: str) -> None:
     """Sends SIGTERM to a job and all its children, and SIGKILL to those that still run after 10 seconds.
 
-    Raises TransportError if there is no such job, or it is over.
+    Raises TransportError if there is no such job, or if it has ended.
     """
     outcome, name = shell(transport, STOP, job).strip(), posixpath.basename(job)
     if outcome == "absent":

@@ -1,6 +1,6 @@
-"""A device's files and command outputs, fetched with one command: its meters and state are read from them as on the device.
+"""Fetches a device's files and command outputs with one command. Meters and state are then read from them as on the device.
 
-From them also follows what speaks against a run there (`preflight_refusals`, `preflight_warnings`).
+`preflight_refusals` and `preflight_warnings` say what speaks against a run there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from edge_devices.remote.transport import Transport, shell
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Texts of files and outputs of commands. `denied`: files that exist but are not readable; `traces`: binary outputs."""
+    """Texts of files and outputs of commands. `denied` are files that exist but are not readable. `traces` are binary outputs."""
 
     platform: str = "linux"
     files: dict[str, str] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class Recording:
 
 
 class RecordedSystem(System):
-    """A machine that is only a recording, as of a remote device, or in tests. A command that is not in it is not found."""
+    """A machine whose files and commands come from a recording, of a remote device or in tests. Commands that are not in it are unknown."""
 
     def __init__(self, recording: Recording, **fields: Any) -> None:
-        """`fields`: clock and sleep, where a test needs its own."""
+        """`fields` are clock and sleep, if a test needs its own."""
         answers = recording.commands
 
         def run(arguments: Sequence[str], answer: bytes = b"", seconds: float = 10.0) -> CommandResult:  # noqa: ARG001
@@ -59,7 +59,7 @@ class RecordedSystem(System):
         object.__setattr__(self, "_paths", sorted({*recording.files, *recording.denied}))
 
     def text(self, path: str) -> str:
-        """Returns a recorded file; raises as on the device."""
+        """Returns a recorded file. Raises the same errors as on the device."""
         recording: Recording = vars(self)["_recording"]
         if path in recording.denied:
             raise PermissionError(13, "Permission denied", path)
@@ -68,26 +68,26 @@ class RecordedSystem(System):
         return recording.files[path].strip()
 
     def paths(self, pattern: str) -> list[str]:
-        """Returns the recorded files and their folders that match, sorted."""
+        """Returns the recorded files and folders that match, sorted."""
         parts = pattern.split("/")
         heads = {tuple(p.split("/")[: len(parts)]) for p in vars(self)["_paths"]}
         return sorted("/".join(h) for h in heads if len(h) == len(parts) and all(map(fnmatchcase, h, parts)))
 
     def exists(self, path: str) -> bool:
-        """Returns whether a file or folder was there."""
+        """Returns whether a file or folder was recorded."""
         return any(p == path or p.startswith(path + "/") for p in vars(self)["_paths"])
 
 
 MODEL, PROCESSOR = ("getprop", "ro.product.model"), ("uname", "-m")
-# What meters and the state of a machine are read from.
+# The files and commands from which meters and the state of a machine are read.
 FILES = tuple(dict.fromkeys([*STATE_FILES, *(file for source in SOURCES for file in source.files)]))
 QUERIES = tuple(dict.fromkeys([*STATE_COMMANDS, *(command for source in SOURCES for command in source.commands), MODEL, PROCESSOR]))
 MIN_FREE_BYTES = 64 << 20  # for results, logs and temporary files
 FLAT, LOW = 10, 30  # percent
 TOO_HOT, WARM = 45.0, 38.0  # °C of a phone's battery
-# The names that `uname -m` gives the processors of a package's platform.
+# The names that `uname -m` prints for the processors of a package's platform.
 PROCESSORS = {"arm64": ("aarch64", "arm64"), "x64": ("x86_64", "amd64")}
-MARK = "\x01"  # precedes each file and command; no sensor prints it
+MARK = "\x01"  # precedes each file and command; sensors never print it
 SCRIPT = f"""
 cd / || exit 1
 for f in {" ".join(FILES)} system/build.prop; do
@@ -106,9 +106,10 @@ exit 0
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSnapshot:
-    """A device at one moment; None where it reports nothing.
+    """The facts and the state of a device at one moment.
 
-    `free_bytes`, `memory_available`: bytes; `frozen`: the battery service is frozen.
+    Values that it does not report are None. `free_bytes` and `memory_available` are in bytes. `frozen` means that the battery service is
+    frozen.
     """
 
     model: str
@@ -122,9 +123,9 @@ class DeviceSnapshot:
 
 
 def take_snapshot(transport: Transport) -> DeviceSnapshot:
-    """Takes a snapshot without changing the device; raises LinkError if it cannot be reached."""
+    """Takes a snapshot without changing the device. Raises LinkError if it cannot be reached."""
     recording = _parse(shell(transport, SCRIPT, *(" ".join(c) for c in QUERIES)))
-    system = RecordedSystem(recording, sleep=lambda _seconds: None)  # a recording always gives the same answer: no need to wait
+    system = RecordedSystem(recording, sleep=lambda _seconds: None)  # a recording never changes, so waiting is pointless
     android = "system/build.prop" in recording.files
     model = system.run(MODEL).text.strip() if android else system.text_or("proc/device-tree/model").rstrip("\0")
     return DeviceSnapshot(
@@ -155,7 +156,7 @@ def _parse(text: str) -> Recording:
 
 
 def preflight_refusals(snapshot: DeviceSnapshot, *, platform: str, at_battery: bool, waits_for_unplugging: bool = False) -> list[str]:
-    """Returns the reasons against a run, one sentence each. `at_battery`: energy is read from the device's own battery."""
+    """Returns the reasons against a run as sentences. `at_battery` says that energy is read from the device's own battery."""
     sentences = []
     names = PROCESSORS.get(platform.rpartition("-")[2], ())
     if names and snapshot.architecture and snapshot.architecture not in names:
@@ -172,12 +173,12 @@ def preflight_refusals(snapshot: DeviceSnapshot, *, platform: str, at_battery: b
     if snapshot.android and snapshot.state.temperature_c is not None and snapshot.state.temperature_c >= TOO_HOT:
         sentences.append(f"the phone is at {snapshot.state.temperature_c:.0f} °C: let it cool below {TOO_HOT:.0f} °C")
     reasons = refusals(snapshot.state, at_battery=at_battery)
-    # A job that waits for unplugging is checked again afterwards.
+    # A job that waits for unplugging is checked again after that.
     return sentences + [refusal.sentence for refusal in reasons if not (waits_for_unplugging and refusal.code == "charger")]
 
 
 def preflight_warnings(snapshot: DeviceSnapshot, *, model_bytes: int, at_battery: bool) -> list[str]:
-    """Returns warnings for the reader of the figures. `model_bytes`: size of the files that a run maps into memory."""
+    """Returns warnings for readers of the figures. `model_bytes` is the size of the files that a run maps into memory."""
     notes = warnings(snapshot.state)
     state = snapshot.state
     facts = {

@@ -1,7 +1,7 @@
-"""Ways to another machine: one interface, a phone behind adb, and a host behind ssh.
+"""Connections to other machines: the interface, and its implementations for phones (adb) and hosts (ssh).
 
-The interface is to run a command and to put a file there. File transfer (`file_sync`) and detached jobs (`jobs`) are built on it. A command
-is a list of arguments, as `subprocess` takes it; quoting is the transport's business, so any path or prompt arrives as it is.
+The interface runs a command and copies a file to the device. File transfer (`file_sync`) and detached jobs (`jobs`) are built on it. A
+command is a list of arguments, as for `subprocess`. The transport quotes them, so any path or prompt arrives unchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from edge_devices.machine.system import CommandResult, run_command
 
 COMMAND_SECONDS = 60.0
 TIMED_OUT = 124  # the exit code of a command that was ended because it took too long
-MAX_OUTPUT_BYTES = 64 << 20  # the longest output lists the files of a device package with their hashes
+MAX_OUTPUT_BYTES = 64 << 20  # the longest real output is the list of a device package's files with their hashes
 
 
 class Transport(Protocol):
-    """A connection to a device. `name`: for messages; `folder`: all that is written to the device is in it, but for two files.
+    """A connection to a device.
 
-    `lock`: a link that says which job runs there, whatever its folder. `settings`: a file with the phone's own settings while a job changes
-    them; empty where none are changed.
+    `name` is used in messages. Everything on the device is written to `folder`, except two files. One is `lock`, a link to the folder of
+    the job that runs on the device, wherever that is. The other is `settings`, which holds the phone's own settings while a job changes
+    them; it is "" if none are changed.
     """
 
     name: str
@@ -42,16 +43,17 @@ class Transport(Protocol):
     settings: str
 
     def run(self, arguments: Sequence[str], *, seconds: float = COMMAND_SECONDS) -> CommandResult:
-        """Runs a command and returns its output and exit code (124: timed out). Raises LinkError if the connection is lost."""
+        """Runs a command and returns its output and exit code, which is 124 if it timed out. Raises LinkError if the connection is lost."""
 
     def put(self, source: Path, target: str) -> None:
-        """Copies one file to the device and replaces `target`, whose folder must exist. A broken link may leave a part of it."""
+        """Copies one file to the device, replacing `target`, whose folder must exist. A broken link may leave an incomplete file."""
 
 
 def shell(transport: Transport, script: str, *arguments: str, seconds: float = COMMAND_SECONDS) -> str:
     """Runs an sh script ($1, $2, ... are `arguments`) and returns its output.
 
-    Raises TransportError with its last line if it fails, and LinkError if it does not end in time: a device may be busy, or swap.
+    Raises TransportError with the last line of its output if it fails. Raises LinkError if it does not end in time, because the device may
+    be busy or swapping.
     """
     done = transport.run(["sh", "-c", script, "sh", *arguments], seconds=seconds)
     if done.code == TIMED_OUT:
@@ -63,7 +65,7 @@ def shell(transport: Transport, script: str, *arguments: str, seconds: float = C
 
 def prepare_folder(transport: Transport) -> str:
     """Creates the transport's folder if needed and returns its absolute path. Raises TransportError if it is not writable."""
-    folder = transport.folder if transport.folder.startswith("/") else f"./{transport.folder}"  # it may begin with a dash
+    folder = transport.folder if transport.folder.startswith("/") else f"./{transport.folder}"  # as it may begin with a dash
     return shell(transport, 'mkdir -p "$1" && cd "$1" && pwd && test -w .', folder).strip()
 
 
@@ -75,9 +77,9 @@ def last_line(done: CommandResult) -> str:
 
 @dataclass(frozen=True)
 class FramedCommand:
-    """A command line that prints its exit code after its output, so that a broken link is never taken for a failed command.
+    """A command line that prints its exit code after its output, so that a broken link is never mistaken for a failed command.
 
-    `mark`: precedes the exit code in the output; standard error follows the code where it has no channel of its own.
+    `mark` precedes the exit code in the output. If there is no separate channel for standard error, it follows the code.
     """
 
     line: str
@@ -88,12 +90,12 @@ class FramedCommand:
         body, mark, rest = output.rpartition(self.mark)
         code, end, collected = rest.partition(b"\n")
         number = parse_integer(code.decode("ascii", "replace"))
-        if not (mark and end) or number is None:  # without the line's end, 13 may be the beginning of 137
+        if not (mark and end) or number is None:  # without the line end, 13 could be the beginning of 137
             return None
         return CommandResult(code=number, output=body, errors=errors + collected.decode("utf-8", "replace"))
 
     def result(self, done: CommandResult, failure: Callable[[CommandResult], TransportError]) -> CommandResult:
-        """Returns the command's result, or `done` if it timed out. Raises the error that `failure` makes of a broken link or a flood."""
+        """Returns the command's result, or `done` if it timed out. Raises the error of `failure` for incomplete or too long output."""
         if done.code == TIMED_OUT:
             return done
         result = None if done.cut else self.parse(done.output, done.errors)
@@ -114,7 +116,7 @@ def frame_command(arguments: Sequence[str], *, separate: bool = True) -> FramedC
     return FramedCommand(f"{{ e=$({{ {command}; }} 2>&1 1>&3 3>&-); c=$?; }} 3>&1; echo '{mark}'$c; printf %s \"$e\"", mark.encode())
 
 
-# A phone reached with the user's `adb`. Every command names the serial, so no other attached phone receives it by accident.
+# A phone, reached with the user's `adb`. Every command names the serial, so that no other attached phone gets it by accident.
 
 STATES = {
     "unauthorized": "is not authorised; unlock the phone and accept this computer's key",
@@ -127,7 +129,7 @@ LINK_ERRORS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class AdbDevice:
-    """One line of `adb devices`; `state`: "device" when it is usable. A serial may have blanks, as adb's own names of mDNS do."""
+    """One line of `adb devices`. `state` is "device" if it is usable. A serial may contain blanks, as adb's names for mDNS do."""
 
     serial: str
     state: str
@@ -150,14 +152,14 @@ def adb_devices() -> list[AdbDevice]:
 
 
 def parse_devices(text: str) -> list[AdbDevice]:
-    """Parses the output of `adb devices`: a serial, a tab and a state each line."""
+    """Parses the output of `adb devices`, whose lines are a serial, a tab and a state."""
     lines = text.partition("List of devices attached")[2].splitlines()
     pairs = [line.rpartition("\t")[::2] for line in lines]
     return [AdbDevice(serial=serial, state=state.strip()) for serial, state in pairs if serial and state.strip()]
 
 
 def usable_serials(report: Callable[[str], None] = lambda _text: None) -> list[str]:
-    """Returns the serials behind `--adb all`; calls `report` with each unusable one. Raises TransportError if none is usable."""
+    """Returns the serials for `--adb all`. Calls `report` for each unusable device. Raises TransportError if none is usable."""
     listed = adb_devices()
     if not listed:
         raise TransportError("adb lists no device; connect one and turn on USB debugging, or use `adb connect`")
@@ -174,12 +176,12 @@ def usable_serials(report: Callable[[str], None] = lambda _text: None) -> list[s
 
 
 class AdbTransport:
-    """Implements Transport with `adb -s SERIAL`. Without shell_v2 (Android before 7) exit codes are read from the end of the output."""
+    """Implements Transport with `adb -s SERIAL`. Without shell_v2 (Android before 7), standard error is part of the output."""
 
     FOLDER = "/data/local/tmp/edge-mtp"  # the shell user may write and execute here
 
     def __init__(self, serial: str, folder: str = FOLDER) -> None:
-        """Does not connect yet."""
+        """Prepares the commands, without connecting yet."""
         self.name = f"adb:{serial}"
         beside = posixpath.dirname(self.FOLDER)
         self.folder, self.lock, self.settings = folder, f"{beside}/.edge-mtp-running", f"{beside}/.edge-mtp-settings"
@@ -228,30 +230,31 @@ class AdbTransport:
         return LinkError(f"{self.name}: the link broke ({words}); files on the device are kept")
 
 
-# A host reached with the system's ssh and sftp. The user's configuration, keys and known hosts apply and are never overridden.
+# A host, reached with the system's ssh and sftp. The user's configuration, keys and known hosts apply and are never overridden.
 
 SSH_FAILED = 255
 SOCKET_PREFIX = "edge-ssh-"
 
 
 class SshTransport:
-    """Implements Transport with `ssh HOST` and `sftp HOST`; HOST is whatever ssh understands. Its login shell must be a POSIX shell.
+    """Implements Transport with `ssh HOST` and `sftp HOST`.
 
-    One connection is shared by all commands (ControlMaster) and closed a minute after the last.
+    HOST is anything that ssh accepts. Its login shell must be a POSIX shell. All commands share one connection (ControlMaster), which is
+    closed a minute after the last command.
     """
 
-    FOLDER = ".cache/edge-mtp/device"  # below the home folder, where ssh and sftp both begin
+    FOLDER = ".cache/edge-mtp/device"  # relative to the home folder, where both ssh and sftp start
     LOCK = ".cache/edge-mtp/running"
 
     def __init__(self, host: str, folder: str = FOLDER, options: Sequence[str] = ()) -> None:
-        """`options`: further options of ssh and sftp, such as -F FILE. Raises TransportError for a host that would be read as an option."""
+        """`options` are further options of ssh and sftp, such as -F FILE. Raises TransportError if ssh would take the host as an option."""
         if host.startswith("-") or not host.strip():
             raise TransportError(f"{host!r} is not a host; give a name from your ssh configuration, or user@address")
         for tool in ("ssh", "sftp"):
             if not shutil.which(tool):
                 raise TransportError(f"{tool} is not installed; install OpenSSH's client")
         self.name, self.folder, self.lock, self.settings, self._host = f"ssh:{host}", folder, self.LOCK, "", host
-        # The socket's path must stay below 104 characters, so it lives in the system's own temporary folder.
+        # The socket's path must have fewer than 104 characters, so it is in the system's temporary folder.
         _clear_old_sockets()
         sockets = tempfile.mkdtemp(prefix=f"{SOCKET_PREFIX}{os.getpid()}-")
         shared = ["ControlMaster=auto", f"ControlPath={sockets}/%C", "ControlPersist=60"]
@@ -301,9 +304,9 @@ def _end_master(options: Sequence[str], host: str, sockets: str) -> None:
 
 
 def _clear_old_sockets() -> None:
-    """Removes the folders of processes of this user that were killed and no longer run."""
+    """Removes the socket folders of this user's processes that were killed."""
     if not Path("/proc/self").exists():
-        return  # it cannot be told which processes run
+        return  # without /proc, it is not known which processes run
     for folder in Path(tempfile.gettempdir()).glob(f"{SOCKET_PREFIX}*-*"):
         number = folder.name.removeprefix(SOCKET_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
@@ -312,7 +315,7 @@ def _clear_old_sockets() -> None:
 
 
 def sftp_word(text: str) -> str:
-    """Quotes a file name for sftp, which does not expand *, ? and [ inside quotes. Raises TransportError for line ends."""
+    """Quotes a file name for sftp, which does not expand *, ? and [ in quotes. Raises TransportError for line ends."""
     if re.search(r"[\n\r\0]", text):
         raise TransportError(f"{text!r} has a line end in its name, which sftp cannot take; rename it")
     return '"' + re.sub(r'([\\"])', r"\\\1", text) + '"'
