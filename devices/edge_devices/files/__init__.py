@@ -1,1 +1,1 @@
-"""Safe reading and writing of files: atomic writes, size-limited reads, hashes, typed JSON, protobuf fields, the per-user cache."""
+"""Reads and writes files safely: atomic writes, size-limited reads, hashes, typed JSON, protobuf fields, and the user's cache."""

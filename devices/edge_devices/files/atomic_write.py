@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and the temporary files that they are written to."""
+"""Writes files that appear complete or not at all, by way of temporary files."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL = "partial"
-# A running process may have got the number of a killed one: an unlocked file this old is stale even so.
+# A running process may have the number of a killed one. So an unlocked file of this age is stale even if the process runs.
 _STALE_SECONDS = 3600.0
 
 
 def temporary_of(path: Path, kind: str = PARTIAL) -> Path:
-    """Returns the temporary name beside `path` that this process writes to."""
+    """Returns the temporary name beside `path` to which this process writes."""
     return path.parent / f".{path.name}.{kind}-{os.getpid()}"
 
 
 def unforeseen_temporary_of(path: Path) -> Path:
-    """Returns another such name at each call, which nobody can have planted a link at, and which two threads do not share."""
+    """Returns a temporary name that differs at each call, so that threads do not share it and nobody can have put a link there."""
     return path.parent / f"{temporary_of(path).name}-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
 def locked(path: Path, before_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Locks a file or folder while it is written, also across a rename; the lock ends with the process.
+    """Locks a file or folder inside the block, while it is written.
 
-    `before_wait` is called if another has the lock. Where the system or the file system has no such locks, only the process number in
-    the name of a temporary file protects it.
+    The lock survives a rename, and ends with the process. `before_wait` is called if another process has the lock. If the system or the
+    file system has no such locks, only the process number in its name protects a temporary file.
     """
     descriptor, is_locked = None, False
     try:
@@ -63,7 +63,7 @@ def locked(path: Path, before_wait: Callable[[], None] = lambda: None) -> Iterat
 
 
 def stale_of(path: Path, kind: str = PARTIAL) -> Iterator[Path]:
-    """Yields the stale temporary files of `path`: unlocked, and of a process that has ended, or old."""
+    """Yields the stale temporary files of `path`. These are unlocked, and their process has ended or they are old."""
     return _stale_in(path.parent, re.escape(path.name), kind)
 
 
@@ -77,12 +77,12 @@ def _stale_in(folder: Path, names: str, kind: str) -> Iterator[Path]:
 
 
 def clear_stale(path: Path, kind: str = PARTIAL) -> None:
-    """Removes the stale temporary files of `path`; ignores what cannot be removed."""
+    """Removes the stale temporary files of `path`. Those that cannot be removed are ignored."""
     _remove(stale_of(path, kind))
 
 
 def clear_stale_in(folder: Path, names: str) -> None:
-    """Removes the stale temporary files of files whose names fit an expression without groups; ignores what cannot be removed."""
+    """Removes the stale temporary files of all names that match `names`, a pattern without groups. Failures are ignored."""
     _remove(_stale_in(folder, names, PARTIAL))
 
 
@@ -108,7 +108,7 @@ def _is_stale(path: Path, process: int) -> bool:
 def _lock(path: Path, *, wait: bool) -> int:
     """Returns a descriptor that holds the lock until it is closed.
 
-    Raises OSError; BlockingIOError if another has the lock, unless `wait`.
+    Raises OSError, which is a BlockingIOError if another process has the lock and `wait` is false.
     """
     if fcntl is None:
         raise OSError("this system has no locks of folders and of files that are being renamed")
@@ -122,11 +122,11 @@ def _lock(path: Path, *, wait: bool) -> int:
 
 
 def is_running(process: int) -> bool:
-    """Whether another process with this id runs. Our own id on a stale file is that of an earlier run: containers reuse small ids."""
+    """Whether another process with this id runs. If a file has our own id, it is from an earlier process, as containers reuse small ids."""
     if process == os.getpid():
         return False
     if os.name == "nt":
-        return True  # os.kill would end it
+        return True  # os.kill would end the process there
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -136,15 +136,16 @@ def is_running(process: int) -> bool:
     return True
 
 
-# Conversations and cached rows are their owner's alone.
+# Conversations and cached rows are private to their owner.
 _PRIVATE = 0o600
 _PUBLIC = 0o644
 
 
 def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) -> None:
-    """Writes the parts to a temporary file beside `path`, then renames it; the old file stays until then. Raises OSError.
+    """Writes the parts to a temporary file beside `path`, and then renames it to `path`.
 
-    A symbolic link is kept: the file it leads to is written. Stale temporary files of earlier processes are removed first.
+    The old file is unchanged until the rename. If `path` is a symbolic link, its target is written. Stale temporary files of earlier
+    processes are removed first. Raises OSError.
     """
     path = destination_of(path)
     temporary = unforeseen_temporary_of(path)
@@ -164,7 +165,7 @@ def atomic_write(path: Path, parts: Iterable[bytes], *, mode: int = _PRIVATE) ->
 
 
 def write_text(path: Path, parts: Iterable[str]) -> None:
-    """Writes UTF-8 text with `atomic_write`, readable by everyone. Raises EdgeError."""
+    """Writes UTF-8 text with `atomic_write`. Everyone may read the file. Raises EdgeError."""
     try:
         atomic_write(path, (part.encode() for part in parts), mode=_PUBLIC)
     except OSError as error:
@@ -172,9 +173,9 @@ def write_text(path: Path, parts: Iterable[str]) -> None:
 
 
 def destination_of(path: Path) -> Path:
-    """Returns the file that `path` leads to.
+    """Returns the file to which `path` leads.
 
-    Raises OSError for a device or pipe, which the rename would replace: /dev/null would become a regular file.
+    Raises OSError for a device or pipe, because the rename would replace it: /dev/null would become a regular file.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(path.stat().st_mode):
@@ -186,15 +187,15 @@ GROWING_SUFFIX = ".partial"
 
 
 class GrowingFile:
-    """A file that is named with PARTIAL until its context ends, so that what is written survives the end of the process.
+    """A file that grows, and whose name ends with GROWING_SUFFIX until its context ends.
 
-    An error or Ctrl-C keeps it only where it is `worth_keeping`.
+    What was written survives the end of the process. After an error or Ctrl-C, the file is kept only if it is `worth_keeping`.
     """
 
     worth_keeping = False
 
     def __init__(self, path: Path) -> None:
-        """Raises MeasurementError if it cannot be written."""
+        """Creates the file. Raises MeasurementError if it cannot be written."""
         try:
             self._path = destination_of(path)
             self._partial = self._path.with_name(self._path.name + GROWING_SUFFIX)
@@ -203,7 +204,7 @@ class GrowingFile:
             raise MeasurementError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 
     def append(self, lines: Iterable[str]) -> None:
-        """Writes lines at once. Raises MeasurementError if the disk is full."""
+        """Writes lines to the disk immediately. Raises MeasurementError if the disk is full."""
         try:
             self._file.writelines(lines)
             self._file.flush()

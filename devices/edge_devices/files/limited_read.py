@@ -1,4 +1,4 @@
-"""Size-limited reads, and hashes: a file or pipe is read only up to the size that such a file may have."""
+"""Reads with limits: a file or pipe is read only up to the size that such a file may have. Also hashes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO, TextIO
 
 
 def sha256_of(path: Path, length: int | None = None, progress: Callable[[int], None] = lambda _bytes: None) -> str:
-    """Returns the hex sha256 of a file, or of its first `length` bytes; `progress` gets the bytes of each piece. Raises OSError."""
+    """Returns the hex sha256 of a file, or of its first `length` bytes. `progress` gets the size of each piece. Raises OSError."""
     digest, left = hashlib.sha256(), length
     with path.open("rb") as file:
         while piece := file.read(_PIECE if left is None else min(_PIECE, left)):
@@ -23,12 +23,12 @@ def sha256_of(path: Path, length: int | None = None, progress: Callable[[int], N
 
 
 _PIECE = 1 << 20
-# Of a file that is read: no link. Without O_NONBLOCK, opening a pipe that has no writer would wait.
+# Flags for opening a file that must not be a link. O_NONBLOCK is needed because opening a pipe without a writer would wait.
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class FileTooLarge(OSError):
-    """A file is larger than it may be; the message has the limit."""
+    """A file is larger than allowed. The message has the limit."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EFBIG, message)
@@ -38,9 +38,9 @@ class FileTooLarge(OSError):
 
 
 def read_at_most(path: Path, max_bytes: int) -> bytes:
-    """Returns the bytes of a file or, as for `<(command)`, of a pipe up to its end.
+    """Returns all bytes of a file, or of a pipe, as in `<(command)`.
 
-    Raises OSError if it cannot be read, and FileTooLarge for more than `max_bytes` bytes.
+    Raises OSError if it cannot be read, and FileTooLarge if it has more than `max_bytes` bytes.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -50,9 +50,9 @@ def read_at_most(path: Path, max_bytes: int) -> bytes:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Like `read_at_most`, for a file of a bundle: neither a symbolic link, which could lead to any file, nor a pipe or device.
+    """As `read_at_most`, for a file of a bundle, which must be a regular file.
 
-    Raises OSError for those too.
+    Raises OSError for a symbolic link, which could lead to any file, and for a pipe or device.
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link, and a bundle holds none", str(path))
@@ -63,13 +63,14 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_integer(text: str) -> int | None:
-    """Returns the integer of at most 18 decimal digits; None for any other text."""
+    """Returns the integer in a text of 1 to 18 decimal digits; None for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def lines_at_most(file: TextIO, max_characters: int, max_lines: int) -> Iterator[str]:
-    """Yields the lines of an open file. Raises FileTooLarge for a line of more than `max_characters` characters, its end included, and for
-    more than `max_lines` lines.
+    """Yields the lines of an open file.
+
+    Raises FileTooLarge if a line has more than `max_characters` characters with its end, or if there are more than `max_lines` lines.
     """
     for number in range(1, max_lines + 1):
         line = file.readline(max_characters + 1)
@@ -83,7 +84,7 @@ def lines_at_most(file: TextIO, max_characters: int, max_lines: int) -> Iterator
 
 
 def _read(file: BinaryIO, max_bytes: int) -> bytes:
-    """A regular file is read at once, so that memory never holds it twice; a pipe or device has no size and is read in pieces."""
+    """Reads a regular file at once, so that it is never in memory twice. A pipe or device has no size, so it is read in pieces."""
     step = max(_PIECE, os.fstat(file.fileno()).st_size)
     pieces, left = [], max_bytes
     while piece := file.read(min(step, left) + 1):

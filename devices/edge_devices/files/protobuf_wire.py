@@ -1,6 +1,6 @@
-"""Protobuf's wire format, without schemas: fields by number, each length checked before memory is taken for it.
+"""Reads Protobuf's wire format without schemas, as fields by number.
 
-Format: protobuf.dev/programming-guides/encoding.
+The length of a field is checked before memory is allocated for it. Format: protobuf.dev/programming-guides/encoding.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class WireError(ValueError):
 
 
 def fields_of(message: Message) -> Iterator[tuple[int, int | Message]]:
-    """Yields (field number, value): integers, or the bytes of strings, messages, packed lists and fixed numbers. Raises WireError.
+    """Yields (field number, value). Values are integers, or the bytes of strings, messages, packed lists, fixed numbers. Raises WireError.
 
-    A graph of 8 layers has 10,000 fields, most of whose numbers have one byte.
+    Numbers of one byte are handled without a call, because a graph of 8 layers has 10,000 fields, and most of their numbers have one byte.
     """
     end, size = 0, len(message)
     while end < size:

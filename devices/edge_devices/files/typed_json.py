@@ -1,4 +1,4 @@
-"""JSON to frozen dataclasses and back, with types checked. Supports dataclasses, scalars, enumerations, literals, lists and dicts."""
+"""Converts JSON to dataclasses, with checks of types, and back. Supports dataclasses, scalars, enumerations, literals, lists, dicts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Seeds have up to 64 bits; larger integers overflow in later arithmetic.
+# Seeds have up to 64 bits. Larger integers would overflow in later arithmetic.
 _LARGEST = 1 << 64
 
 
 class StructureError(ValueError):
-    """A value does not have the type of its dataclass field; the message has its path."""
+    """A value does not have the type of its dataclass field. The message has the value's path."""
 
 
 def to_json(value: Any) -> Any:
-    """Turns dataclasses into plain JSON values, tuples into lists."""
+    """Converts dataclasses to plain JSON values, and tuples to lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -32,7 +32,7 @@ def to_json(value: Any) -> Any:
 
 
 def finite_json(value: Any) -> Any:
-    """As `to_json`, with None for every infinite figure: JSON has no such number."""
+    """As `to_json`, but with None for numbers that are not finite, because JSON has none."""
     plain = to_json(value)
     if isinstance(plain, dict):
         return {k: finite_json(v) for k, v in plain.items()}
@@ -42,9 +42,10 @@ def finite_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], data: Any, where: str, *, exact: bool = False) -> T:
-    """Builds `cls` from parsed JSON. Unknown keys are ignored (a newer minor version may add some) unless `exact`; missing ones are errors.
+    """Builds an object of `cls` from parsed JSON.
 
-    Raises StructureError with the path of the first value that does not fit.
+    Unknown keys are ignored unless `exact`, because a newer minor version may add some. Missing keys are errors. Raises StructureError with
+    the path of the first value that does not fit.
     """
     if not isinstance(data, dict):
         raise StructureError(f"{where} is {_kind(data)}, not an object")
@@ -96,7 +97,7 @@ def _choice(hint: Any, choices: tuple[Any, ...], data: Any, where: str) -> Any:
 
 
 def _key(hint: Any, key: str, where: str) -> str | int:
-    """Returns a key of a dict: JSON knows texts only."""
+    """Converts a key of a dict, because keys in JSON are always strings."""
     if hint is not int:
         return key
     try:
@@ -117,7 +118,7 @@ def _scalar(hint: Any, data: Any, where: str) -> Any:
 
 
 def _check_range(data: Any, where: str) -> None:
-    """Raises StructureError for infinite, NaN or huge numbers, also inside free-form values. Iterative, since those may nest deeply."""
+    """Raises StructureError for infinite, NaN or huge numbers, also in free-form values. No recursion, as these may nest deeply."""
     waiting = [data]
     while waiting:
         value = waiting.pop()

@@ -1,4 +1,4 @@
-"""The user's cache folder: JSON files of entries that are measured once per machine, and folders of files, the least used of which go."""
+"""The user's cache folder: JSON files with entries that are measured once per machine, and folders from which old files are removed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from edge_devices.files.atomic_write import atomic_write, clear_stale_in, locked
 CACHE_VARIABLE = "EDGE_MTP_CACHE"
 MAX_CACHE_BYTES = 1 << 20
 NOT_OURS = "it belongs to another user or others may write it, so it is not used"
-# Entries kept in a file, the newest.
+# How many of the newest entries are kept in a file.
 MAX_ENTRIES = 200
 
 
 def cache_folder() -> Path:
-    """Returns $EDGE_MTP_CACHE, or ~/.cache/edge-mtp. Raises EdgeError for a user without a home folder, as in some containers."""
+    """Returns $EDGE_MTP_CACHE, or ~/.cache/edge-mtp. Raises EdgeError if the user has no home folder, as in some containers."""
     folder = os.environ.get(CACHE_VARIABLE)
     if folder:
         return Path(folder)
@@ -35,22 +35,22 @@ def cache_folder() -> Path:
 
 
 def entry_key(facts: object) -> str:
-    """Returns the key of an entry: the SHA-256 of the facts that it depends on, which must fit into JSON."""
+    """Returns the key of an entry: the SHA-256 of the facts on which it depends, which must be JSON values."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def only_ours(status: os.stat_result) -> bool:
-    """Whether nobody else may write a file: it is this user's, and closed to others."""
+    """Whether a file belongs to this user and nobody else may write it."""
     return os.name != "posix" or (is_own(status) and not status.st_mode & 0o022)
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether a file or folder is this user's."""
+    """Whether a file or folder belongs to this user."""
     return os.name != "posix" or status.st_uid == os.geteuid()
 
 
 def read_entries(path: Path) -> dict[str, object]:
-    """Returns the entries of a cache file by key; none if it is missing or damaged, or if others may have written it."""
+    """Returns the entries of a cache file by key; none if it is missing or damaged, or if other users may have written it."""
     try:
         status = path.stat()
         if status.st_size > MAX_CACHE_BYTES or not (stat.S_ISREG(status.st_mode) and only_ours(status)):
@@ -62,17 +62,18 @@ def read_entries(path: Path) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=2)
 def _parsed(path: Path, _identity: tuple[int, int, int]) -> dict[str, object]:
-    """The entries of a file that did not change: a start asks ten times, and every change is another file put in its place."""
+    """Parses a file's entries, cached while the file does not change. A start needs them ten times, and each change replaces the file."""
     data = json.loads(path.read_text(encoding="utf-8"))
     return data if isinstance(data, dict) else {}
 
 
 def cache_put(path: Path, key: str, value: object) -> OSError | None:
-    """Adds an entry as the newest, and drops the oldest above the limits. Entries that other processes add meanwhile stay.
+    """Adds an entry as the newest, and removes the oldest ones above the limits.
 
-    A link in the file's place is replaced: what it leads to is no cache. Another user's file stays, as root's first use would empty it.
-    Returns the error if it cannot be written or will not be read (some file systems show owners and modes of their own), which only costs
-    measuring it again.
+    Entries that other processes add at the same time are kept. A link in place of the file is replaced, because its target is not a cache.
+    Another user's file is left alone, because otherwise the first use by root would empty it. Returns the error if the file cannot be
+    written, or would not be read because the file system reports other owners or modes. Then the only cost is that the entry is measured
+    again.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,17 +102,17 @@ def _newest(entries: dict[str, object]) -> bytes:
 
 @dataclass(frozen=True)
 class CacheFiles:
-    """Files of one kind in a cache folder, in which other files are left alone.
+    """The files of one kind in a cache folder.
 
-    `name` fits their names. `any_name`, an expression without groups, fits those whose temporary files killed writers may have left.
-    A file's time of change is that of its last use.
+    Other files in the folder are left alone. `name` matches the names of this kind. `any_name`, a pattern without groups, matches the names
+    whose temporary files killed writers may have left. A file's modification time is the time of its last use.
     """
 
     name: re.Pattern[str]
     any_name: str
 
     def listed(self, folder: Path) -> list[tuple[float, int, Path]]:
-        """Returns (last use, bytes, path) of the files in a folder, the least recently used first; none if it cannot be read."""
+        """Returns (last use, bytes, path) of the files in a folder, least recently used first; none if it cannot be read."""
         files = []
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
@@ -122,9 +123,10 @@ class CacheFiles:
         return sorted(files)
 
     def shrink(self, folder: Path, limit: int) -> tuple[int, int]:
-        """Removes the least recently used files until at most `limit` bytes are left; returns how many files and bytes went.
+        """Removes the least recently used files until at most `limit` bytes are left.
 
-        A process that has mapped one keeps it. Raises OSError for one that cannot be removed.
+        Returns how many files and bytes were removed. A process that has mapped a file can go on using it. Raises OSError if a file cannot
+        be removed.
         """
         held, files, size = self.listed(folder), 0, 0
         total = sum(bytes_ for _, bytes_, _ in held)
@@ -136,8 +138,8 @@ class CacheFiles:
         return files, size
 
     def empty(self, folder: Path) -> tuple[int, int]:
-        """Removes all files, and what killed writers left; returns as `shrink` does. Raises OSError if it is no folder."""
+        """Removes all files, and temporary files of killed writers. Returns as `shrink` does. Raises OSError if this is not a folder."""
         with contextlib.suppress(FileNotFoundError):
-            os.scandir(folder).close()  # one that cannot be read is not empty
+            os.scandir(folder).close()  # raises an error if the folder cannot be read, as it then need not be empty
         clear_stale_in(folder, self.any_name)
         return self.shrink(folder, 0)
