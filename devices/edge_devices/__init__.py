@@ -1,11 +1,12 @@
-"""The lowest package: files, this machine, meters, energy, other devices. Knows no model.
+"""The lowest package: files, this machine, meters, energy, other devices. It knows nothing about models.
 
-What is named here is the public interface; each name is imported when it is first used. Nothing else is imported: the four commands begin
-here, before anything can answer Ctrl-C.
+The names below are the public interface. Each is imported when it is first used. Nothing else is imported here, because the four commands
+start with this module, before Ctrl-C can be handled.
 
-It switches off the telemetry of the libraries that this project runs; the other packages import it first. onnxruntime reads its variable
-when its library is loaded, and then writes a device id and starts its uploader: `disable_telemetry_events()` comes too late for both. So
-the variables are set before anything can import a library, and replace what was set: no part of this project needs a report to anybody.
+It also switches off the telemetry of libraries that this project uses, so the other packages import it first. When onnxruntime's library is
+loaded, it reads its variable, and then may write a device id and start its uploader. `disable_telemetry_events()` would be too late for
+both. So the variables are set before any library can be imported. They replace the user's values, because no part of this project needs
+telemetry.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _HOMES = {
 }
 __all__ = ["EnergyWatch", "System", "choose_meter", "find_meters", "make_report", "measure"]
 
-# For this process and the processes that it starts.
+# Environment variables for this process and the processes that it starts.
 SWITCHES = {
-    # 1, true, yes, on or y: no uploader, no events and no device id as long as the process lives (onnxruntime, Privacy.md; since 1.29).
+    # Prevents the uploader, events and the device id as long as the process lives (onnxruntime, Privacy.md; since 1.29).
     "ORT_DISABLE_TELEMETRY": "1",
-    # No counting of downloads by library, and no versions in the user agent (huggingface_hub, constants.py).
+    # Prevents counting of downloads by library, and versions in the user agent (huggingface_hub, constants.py).
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_XET_TELEMETRY_ENABLED": "0",
-    # The convention of donottrack.sh, which libraries of others honour.
+    # The convention of donottrack.sh, which other libraries follow.
     "DO_NOT_TRACK": "1",
 }
 os.environ.update(SWITCHES)

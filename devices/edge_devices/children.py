@@ -1,8 +1,8 @@
-"""Child processes with limits: for hostile input, and for libraries that may die.
+"""Child processes with limits, for hostile input and for libraries that may crash.
 
-`run_child` runs a command within limits of time and output. However the child ends is a result, told in one sentence. Limits of memory and
-processor time, and on files, are set by the child: `python -P -m edge_devices.children LIMITS MODULE ARGUMENTS...` sets them and then runs
-a module. `limited_command` is that command.
+`run_child` runs a command with limits on time and output. It returns a result however the child ends, with a sentence about that. Limits on
+memory, processor time and files are set by the child itself: `python -P -m edge_devices.children LIMITS MODULE ARGUMENTS...` sets them and
+then runs a module. `limited_command` returns that command.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from edge_devices.errors import DeviceError, EdgeError, errors_as
 MAX_OUTPUT_BYTES = 16 << 20
 _PIECE = 1 << 16
 _POLL_SECONDS = 0.05
-_INTERRUPT_SECONDS = 0.25  # after Ctrl-C, which the child gets too: what it may take to end by itself
-_GROUP_SECONDS = 5.0  # what a group may take to end by itself after SIGTERM
+_INTERRUPT_SECONDS = 0.25  # how long a child may take to end by itself after Ctrl-C, which it gets too
+_GROUP_SECONDS = 5.0  # how long a process group may take to end by itself after SIGTERM
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the system allows a child, where it can: address space with all libraries, processor time, and whether it writes files."""
+    """Limits that the system enforces, if it can: address space including libraries, processor time, and whether files may be written."""
 
     memory_bytes: int | None = None
     cpu_seconds: float | None = None
@@ -44,24 +44,24 @@ class Limits:
 def module_command(name: str, *arguments: str) -> tuple[str, ...]:
     """Returns the command that runs a module with these arguments.
 
-    `python -m` alone looks into the current folder before the standard library, and that folder may hold a stranger's files: a bundle,
-    a checkpoint. `-P` leaves it out (docs.python.org/3/using/cmdline.html).
+    `python -m` alone searches the current folder before the standard library, and that folder may contain files from a stranger, such as a
+    bundle or a checkpoint. `-P` excludes it (docs.python.org/3/using/cmdline.html).
     """
     return sys.executable, "-P", "-m", name, *arguments
 
 
 def limited_command(name: str, *arguments: str, limits: Limits | None = None) -> tuple[str, ...]:
-    """Returns the command that runs a module within limits. On Linux the child also ends with the process that started it."""
+    """Returns the command that runs a module within limits. On Linux, the child also ends when the process that started it ends."""
     return module_command("edge_devices.children", json.dumps(asdict(limits or Limits())), name, *arguments)
 
 
 def import_paths() -> dict[str, str]:
-    """Returns the environment in which a child imports the same packages as this process, wherever they lie."""
+    """Returns the environment with which a child imports the same packages as this process."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class ChildBudget:
-    """Processor time that several children share, one after the other, and the switch that ends them: any thread may cancel."""
+    """Processor time that several children use, one after another. Any thread may cancel it, which ends the child."""
 
     def __init__(self, cpu_seconds: float = math.inf) -> None:
         self._left = cpu_seconds
@@ -69,7 +69,7 @@ class ChildBudget:
 
     @property
     def cpu_seconds_left(self) -> float:
-        """What the next child may use at most."""
+        """The most processor time that the next child may use."""
         return max(0.0, self._left)
 
     @property
@@ -77,20 +77,21 @@ class ChildBudget:
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Ends the child that runs; no further one is started."""
+        """Ends the child that runs, and prevents further ones from being started."""
         self._cancelled.set()
 
     def spend(self, cpu_seconds: float) -> None:
-        """Takes the processor time that a child has used."""
+        """Subtracts the processor time that a child used."""
         self._left -= cpu_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChildEnd:
-    """How a child ended, and what it wrote, of each output at most what was allowed.
+    """How a child ended, and what it wrote.
 
-    `end`: None after exit code 0, else the predicate of a sentence, such as "died of SIGSEGV". `code`: the exit code, or minus the signal.
-    `late`: it was ended because it took too long; `cut`: because it wrote too much; `cancelled`: with its budget, or never started.
+    Each output has at most the allowed number of bytes. `code` is the exit code, or minus the signal's number. `end` is None after exit
+    code 0, else the predicate of a sentence, such as "died of SIGSEGV". `late` means that it was ended because it took too long, `cut`
+    because it wrote too much. `cancelled` means that its budget was cancelled, or that it was never started.
     """
 
     code: int
@@ -103,7 +104,7 @@ class ChildEnd:
 
     @property
     def answer(self) -> dict[str, object]:
-        """The JSON object in the last line of the output of a child that ended by itself; empty if there is none."""
+        """The JSON object in the last line of the output, if the child ended by itself; empty if there is none."""
         lines = self.output.decode("utf-8", "replace").strip().splitlines()
         try:
             data = json.loads(lines[-1]) if lines and self.code >= 0 else None
@@ -113,7 +114,7 @@ class ChildEnd:
 
     @property
     def reason(self) -> str:
-        """The line that says what failed: the first with an error, or the last; of the errors, or else of the output. Empty without one."""
+        """The line that says what failed: the first error line, else the last line, of standard error, else of the output. Or empty."""
         for data in (self.errors, self.output):
             lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
             failures = [line for line in lines if _is_error(line)]
@@ -134,17 +135,18 @@ def run_child(
     each_poll: Callable[[], None] = lambda: None,
     failure: type[EdgeError] = DeviceError,
 ) -> ChildEnd:
-    """Runs a command with `stdin` as its standard input and `environment` beside this process's own, and returns how it ended.
+    """Runs a command with `stdin` as its standard input, and returns how it ended.
 
-    A child that takes more than `seconds`, or writes more than `output_bytes` to one of its outputs, is ended; as is one whose budget is
-    cancelled or used up. `each_poll` is called while it runs, and may raise. `with_children`: its own children, such as a build tool's
-    compilers, are ended with it, with SIGTERM first. Raises `failure` if the child cannot be started.
+    `environment` is added to this process's variables. The child is ended if it takes more than `seconds`, if it writes more than
+    `output_bytes` to one of its outputs, or if its budget is cancelled. It is not started if nothing is left of the budget. `each_poll` is
+    called while it runs, and may raise. With `with_children`, its own children, such as a build tool's compilers, are ended with it, first
+    by SIGTERM. Raises `failure` if the child cannot be started.
     """
     budget = budget or ChildBudget()
     if budget.cancelled or not budget.cpu_seconds_left:
         return ChildEnd(code=-signal.SIGTERM, end="was not started, as nothing is left of its budget", cancelled=True)
     pipe = subprocess.PIPE
-    # Without the variable, ggml calls a debugger on the dying child to print its stack (ggml/src/ggml.c).
+    # Without this variable, ggml starts a debugger on the dying child to print its stack (ggml/src/ggml.c).
     variables = {**os.environ, "GGML_NO_BACKTRACE": "1", **(environment or {})}
     words = [str(word) for word in command]
     with errors_as(failure, "a child process could not be started", f"check that {command[0]} can be run"):
@@ -165,7 +167,7 @@ def run_child(
 
 
 def signal_name(number: int) -> str:
-    """Returns "SIGSEGV" for 11; "signal N" for one without a name."""
+    """Returns a signal's name, such as "SIGSEGV" for 11; "signal N" if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -173,7 +175,7 @@ def signal_name(number: int) -> str:
 
 
 class _Run:
-    """One child while it runs. Only the thread that made this object waits for the process and ends it."""
+    """One running child. Only the thread that made this object waits for the process and ends it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], output_bytes: int, budget: ChildBudget, seconds: float, *, leads_group: bool
@@ -185,13 +187,13 @@ class _Run:
         self._late = self._cancelled = False
 
     def begin(self, stdin: bytes) -> None:
-        """Starts the threads of its pipes. Raises MemoryError if the system has no room for one."""
+        """Starts the threads that serve the child's pipes. Raises MemoryError if the system cannot start one."""
         feeder = threading.Thread(target=_feed, args=(self._process.stdin, stdin), daemon=True)
         pipes = dict(zip((feeder, *self._readers), (self._process.stdin, self._process.stdout, self._process.stderr), strict=True))
         while pipes:
             try:
                 next(iter(pipes)).start()
-            except RuntimeError as error:  # "can't start new thread", also where the memory for it is missing
+            except RuntimeError as error:  # "can't start new thread", for example because memory is missing
                 for pipe in pipes.values():  # no thread owns these
                     if pipe is not None:
                         pipe.close()
@@ -199,7 +201,7 @@ class _Run:
             del pipes[next(iter(pipes))]
 
     def is_over(self) -> bool:
-        """Waits a moment; returns whether the child and its outputs ended, or it has to be ended."""
+        """Waits a moment. Returns whether the child and its outputs have ended, or whether the child must be ended."""
         reading = next((reader for reader in self._readers if reader.is_alive()), None)
         if reading is not None:
             reading.join(_POLL_SECONDS)
@@ -209,7 +211,7 @@ class _Run:
         return self._cut or self._cancelled or self._late
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether the process ends within this time."""
+        """Waits for the process. Returns whether it ended within this time."""
         end = time.monotonic() + seconds
         while not self._reaped():
             if time.monotonic() > end:
@@ -228,7 +230,7 @@ class _Run:
             reader.may_close.set()
 
     def _end_group(self) -> None:
-        """Ends the process and what it started. ninja's compilers lead groups of their own: ninja itself has to end them, at SIGTERM."""
+        """Ends the process and what it started. First by SIGTERM, because ninja's compilers have their own groups, which ninja must end."""
         end = time.monotonic() + _GROUP_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -259,7 +261,7 @@ class _Run:
         return any(reader.cut for reader in self._readers)
 
     def _reaped(self) -> bool:
-        """Returns whether the process ended. If so, its processor time is taken from the budget, or all its time where none is known."""
+        """Returns whether the process has ended. If so, subtracts its processor time, or the elapsed time if unknown, from the budget."""
         if self._process.returncode is not None:
             return True
         if hasattr(os, "wait4"):
@@ -278,7 +280,7 @@ class _Run:
 class _Reader(threading.Thread):
     """Keeps what a child writes to a pipe, up to one piece beyond the limit.
 
-    The thread owns the pipe: a child of the child may hold the other end for longer than anybody waits.
+    The thread owns the pipe, because a child of the child may keep the other end open longer than anybody waits.
     """
 
     def __init__(self, pipe: IO[bytes], output_bytes: int) -> None:
@@ -294,7 +296,7 @@ class _Reader(threading.Thread):
                 self.kept += piece
                 if len(self.kept) > self._output_bytes:
                     self.cut = True
-                    self.may_close.wait()  # until the process has ended: a closed pipe may fail its own child, and the process go on
+                    self.may_close.wait()  # until the process has ended, as a closed pipe might only end a child of it
                     return
 
 
@@ -307,21 +309,21 @@ def _is_error(line: str) -> bool:
     return line.lower().startswith(("error", "e:", "fatal")) or " error: " in line or "GGML_ASSERT" in line
 
 
-# What follows is run by a child.
+# The rest runs in a child.
 
 _limited = False
 
 
 def limit_step(seconds: float) -> None:
-    """Ends this process, if it is a limited one, when it needs more processor time than this until the next call; 0 ends the limit."""
+    """In a limited process, ends it if it uses more processor time than this before the next call. 0 removes the limit."""
     if _limited:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def limit_process(limits: Limits) -> None:
-    """Limits this process for good; a child also leaves no dump of its memory behind.
+    """Limits this process permanently. It also writes no core dump if it crashes.
 
-    Windows has no such limits: there the parent's time limit holds, and each library's own.
+    Windows has no such limits. There, only the parent's time limit and the libraries' own limits apply.
     """
     global _limited
     try:
@@ -342,7 +344,7 @@ def limit_process(limits: Limits) -> None:
 
 
 def end_with_parent() -> None:
-    """On Linux, ends this process when the thread that started it does."""
+    """On Linux, makes the system end this process when the thread that started it ends."""
     if sys.platform == "linux":
         import ctypes
 
@@ -350,7 +352,7 @@ def end_with_parent() -> None:
 
 
 def print_answer(work: Callable[[], Mapping[str, object]]) -> None:
-    """In a child: prints what `work` returns, as `ChildEnd.answer` reads it; of an error {"error": a sentence}, with exit code 1."""
+    """In a child, prints the result of `work` for `ChildEnd.answer`. After an error, prints {"error": SENTENCE} and exits with code 1."""
     try:
         answer = work()
     except (EdgeError, MemoryError) as error:
@@ -360,7 +362,7 @@ def print_answer(work: Callable[[], Mapping[str, object]]) -> None:
 
 
 def main() -> None:
-    """Runs the module of the command line."""
+    """Sets the limits and runs the module of the command line."""
     limits, module = Limits(**json.loads(sys.argv[1])), sys.argv[2]
     end_with_parent()
     limit_process(limits)

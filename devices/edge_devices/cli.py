@@ -19,7 +19,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters.base import Meter
 from edge_devices.meters.search import find_meters
 
-# The CPU flags by which matrix kernels are chosen.
+# CPU flags on which the choice of matrix kernels depends.
 SPEED_FEATURES = {
     "avx",
     "avx2",
@@ -103,7 +103,7 @@ def list_profiles(as_json: bool) -> None:
 
 
 def memory_text(profile: Profile) -> str:
-    """Returns a profile's memory speed as text."""
+    """Returns the memory speed of a profile as text."""
     if profile.effective_gb_per_s is not None:
         return "memory {:g} to {:g} GB/s, measured by others".format(*profile.effective_gb_per_s)
     return f"memory {profile.peak_gb_per_s:.3g} GB/s at most" if profile.peak_gb_per_s else "memory speed not known"
@@ -131,7 +131,7 @@ def meters(measure: bool, as_json: bool) -> None:
 
 
 def measured_meter(system: System, meter: Meter) -> Characteristics | str:
-    """Returns a meter's measured characteristics, or why they could not be measured."""
+    """Returns a meter's measured characteristics, or the reason why they could not be measured."""
     try:
         return characterise_meter(system, meter, lambda: busy_load(usable_processors()))
     except DeviceError as error:

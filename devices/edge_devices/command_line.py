@@ -1,4 +1,4 @@
-"""What all commands share: options made of declared fields, help in panels, and the way an error ends a command."""
+"""The common parts of all commands: options from declared fields, help in panels, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from edge_devices.errors import INTERRUPTED, OUT_OF_MEMORY, EdgeError, tell_inte
 from edge_devices.option_fields import OPTION, spelling
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-# Types whose arguments are no alternatives.
+# Generic types whose arguments are not alternatives, unlike those of a union.
 _WHOLE = (tuple, Sequence, Literal)
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100}
 _OTHER = "Other options"
-# Attribute of a parameter: the panel of the help that lists it.
+# The attribute of a click parameter with the panel of the help that lists it.
 _PANEL = "edge_panel"
-# Key of a context's meta: the help lists all options, not only the usual ones.
+# The key in a context's meta that makes the help list all options, not only the usual ones.
 _WHOLE_HELP = "edge_whole_help"
 
 
 def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[Decorated], Decorated]:
-    """Returns a decorator that adds click options to a command, in the order given; its help lists them under `panel`."""
+    """Returns a decorator that adds click options to a command, in this order. The help lists them under `panel`."""
 
     def add(command: Decorated) -> Decorated:
         declared: list[click.Parameter] = command.__dict__.setdefault("__click_params__", [])
@@ -46,9 +46,10 @@ def option_group(*options: Callable[[Any], Any], panel: str = "") -> Callable[[D
 
 
 class PanelCommand(click.Command):
-    """A command whose help lists its options in panels, and which explains `--` where a text begins with a dash.
+    """A command whose help lists its options in panels. Its errors explain `--` if a text begins with a dash.
 
-    With `usual`, names of parameters, --help lists these alone, in their order, and --help-all the others too. Without, both list all.
+    `usual` are names of parameters. If they are given, --help lists only these, in their order, and --help-all lists all. Otherwise both
+    list all.
     """
 
     def __init__(self, *arguments: Any, usual: Sequence[str] = (), **named: Any) -> None:
@@ -57,7 +58,7 @@ class PanelCommand(click.Command):
         self.params.append(_help_all(hidden=not usual))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the usual options; or all, a section for each panel in order of first occurrence, the others last."""
+        """Writes the usual options, or all options with a section for each panel in order of first occurrence, and other options last."""
         options = {str(each.name): each for each in self.get_params(ctx) if isinstance(each, click.Option)}
         panels: dict[str, list[click.Option]] = {}
         if self.usual and not ctx.meta.get(_WHOLE_HELP):
@@ -73,7 +74,7 @@ class PanelCommand(click.Command):
                     formatter.write_dl(rows)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses. An unknown option that looks like a text gets the advice to write `--` before it, a text of several words quotes."""
+        """Parses arguments. If an unknown option looks like a text, the error advises `--`; if a text has several words, quotes."""
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -90,7 +91,7 @@ class PanelCommand(click.Command):
 
 
 def _help_all(*, hidden: bool) -> click.Option:
-    """Returns the option; every command has it, and its help names it where it shows more than --help."""
+    """Returns the option --help-all. Every command has it, but the help mentions it only if it shows more than --help."""
     return click.Option(
         ["--help-all"],
         is_flag=True,
@@ -110,10 +111,10 @@ def _show_whole_help(ctx: click.Context, _option: click.Parameter, value: bool) 
 
 
 class LazyCommands(UserDict[str, Any]):
-    """Commands by name, each imported when it is first used: a list of them and their help needs none of their modules."""
+    """Commands by name, each of which is imported when it is first used, so that listing them needs none of their modules."""
 
     def __init__(self, homes: Mapping[str, tuple[str, str]]) -> None:
-        """`homes`: the module of each command, where it has its own name, and the first sentence of its help."""
+        """`homes` holds the module of each command, in which it has the same name, and the first sentence of its help."""
         super().__init__(dict.fromkeys(homes))
         self.sentences = {name: sentence for name, (_, sentence) in homes.items()}
         self._modules = {name: module for name, (module, _) in homes.items()}
@@ -126,9 +127,10 @@ class LazyCommands(UserDict[str, Any]):
 
 
 class PanelGroup(click.Group):
-    """A group of such commands, listed in the order in which they are added; an error of theirs ends in one sentence.
+    """A group of PanelCommands, listed in the order in which they were added.
 
-    `out_of_memory` is that sentence where memory does not suffice. `elsewhere`: commands of other programs, and what does the same here.
+    An error of a command is reported as one sentence, which is `out_of_memory` if there is not enough memory. `elsewhere` maps commands of
+    other programs to what does the same here.
     """
 
     command_class = PanelCommand
@@ -141,7 +143,7 @@ class PanelGroup(click.Group):
         self._out_of_memory, self._elsewhere = out_of_memory, elsewhere or {}
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the command. Raises a usage error for another word, naming what does the same here, the nearest or all commands."""
+        """Returns the command. For an unknown one, raises a usage error that names its equivalent here, the nearest, or all commands."""
         word = args[0]
         if word in self.commands or ctx.resilient_parsing or word.startswith("-"):
             return super().resolve_command(ctx, args)
@@ -154,7 +156,7 @@ class PanelGroup(click.Group):
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the commands with their whole first sentences."""
+        """Writes the commands with their complete first sentences."""
         lazy = self.commands
         own = lazy.sentences if isinstance(lazy, LazyCommands) else {n: each.get_short_help_str(limit=100) for n, each in lazy.items()}
         with formatter.section("Commands"):
@@ -168,10 +170,10 @@ class PanelGroup(click.Group):
 
 
 def takes(name: str, of: object, *, only: Sequence[str] | None = None, panel: str = "") -> Callable[[Decorated], Decorated]:
-    """Returns a decorator that adds the declared options of a dataclass to a command, whose body receives the object as argument `name`.
+    """Returns a decorator that adds the declared options of a dataclass to a command.
 
-    `of` is the dataclass, or an instance with other defaults; `only` names its fields: those that are no options of the command
-    keep their defaults. `panel` is that of fields that declare none.
+    The command's function gets an object of the dataclass as argument `name`. `of` is the dataclass, or an instance with other defaults. If
+    `only` is given, only these fields become options, and the others keep their defaults. `panel` is for fields that declare none.
     """
     declared = declared_options(of, only=only, panel=panel)
 
@@ -192,7 +194,7 @@ def takes(name: str, of: object, *, only: Sequence[str] | None = None, panel: st
 
 
 def declared_options(of: object, *, only: Sequence[str] | None, panel: str = "") -> list[click.Option]:
-    """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a name that declares none."""
+    """Returns the options that a dataclass declares, as `takes` adds them. Raises KeyError for a field that is not an option."""
     kind: Any = of if isinstance(of, type) else type(of)
     hints, declared = get_type_hints(kind), {each.name: each for each in dataclasses.fields(kind) if OPTION in each.metadata}
     chosen = [declared[name] for name in (declared if only is None else only)]
@@ -219,7 +221,7 @@ def _option(field: dataclasses.Field[Any], hint: Any, default: Any, panel: str) 
 
 
 def _click_type(kind: Any, bounds: tuple[Any, Any], choices: Sequence[Any]) -> Any:
-    """Returns the type of an option's values, which the field's type and its declaration define."""
+    """Returns the click type of an option's values, from the field's type and its declaration."""
     if choices or get_origin(kind) is Literal:
         return _NumberChoice(list(map(str, choices))) if kind is int else click.Choice(choices or get_args(kind))
     if bounds != (None, None):
@@ -228,7 +230,7 @@ def _click_type(kind: Any, bounds: tuple[Any, Any], choices: Sequence[Any]) -> A
 
 
 class _WholeNumber(click.IntRange):
-    """A range of whole numbers, whose errors and help call it so."""
+    """A range of whole numbers, which are called so in errors and help."""
 
     name = "number"
 
@@ -241,22 +243,22 @@ class _WholeNumber(click.IntRange):
 
 
 class _NumberChoice(click.Choice[str]):
-    """One of some whole numbers."""
+    """A choice of whole numbers."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return int(super().convert(str(value), param, ctx))
 
 
 def given_options(context: click.Context) -> set[str]:
-    """Returns the names of the parameters that the command line gives."""
+    """Returns the names of the parameters that were given on the command line."""
     return {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
 @contextlib.contextmanager
 def one_sentence_errors(*, out_of_memory: str = OUT_OF_MEMORY, stopped: str = "stopped") -> Iterator[None]:
-    """Ends the command with one sentence and exit code 1 on an EdgeError or MemoryError, with `stopped` and exit code 130 on Ctrl-C.
+    """Ends the command after an EdgeError or MemoryError with a sentence and exit code 1, after Ctrl-C with `stopped` and code 130.
 
-    A context manager, and a decorator: as such it stands below a command's options.
+    This is a context manager and a decorator. As a decorator, put it below a command's options.
     """
     try:
         yield

@@ -1,6 +1,7 @@
-"""The entry points of the four commands: Ctrl-C and an output that cannot be written end each of them without a traceback.
+"""The entry points of the four commands.
 
-The commands' modules are imported only inside `run`: the import takes a good part of a second, and Ctrl-C may come during it.
+After Ctrl-C, or if output cannot be written, they end without a traceback. The commands' modules are imported only inside `run`, because
+the import takes a good part of a second, and Ctrl-C may come during it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-# OpenBLAS's threads wait 2 ** so many cycles for work before they sleep. With its own 26 each keeps a processor busy from numpy's import
-# on, while a command starts.
+# OpenBLAS's threads wait 2 ** this number of cycles for work before they sleep. With the default of 26, each keeps a processor busy after
+# the import of numpy, while a command starts.
 _BLAS_WAITING = "10"
-# A start makes some 200,000 values that stay: at Python's own 700 they are looked through again and again for garbage, in vain.
+# The threshold of garbage collection. A start makes about 200,000 objects that stay alive; with Python's default of 700, they would be
+# searched for garbage again and again, in vain.
 _NEW_VALUES = 20_000
 _NO_MEMORY = "there is not enough memory to start; close other programs, or raise the limit (ulimit -v)"
 
@@ -31,13 +33,13 @@ def _command(module: str, name: str) -> Callable[[], NoReturn]:
 edge_devices = _command("edge_devices.cli", "edge-devices")
 edge_run = _command("edge_runtime.cli.run", "edge-run")
 edge_bench = _command("edge_bench.cli.main", "edge-bench")
-# Of a device package, which has the part that measures alone.
+# For device packages, which contain only the measuring part of edge-bench.
 edge_bench_on_device = _command("edge_bench.measure.command", "edge-bench")
 edge_export = _command("edge_export.cli.command", "edge-export")
 
 
 def run(module: str, name: str) -> NoReturn:
-    """Runs the command `main` of a module and ends the process with its exit code."""
+    """Runs the command `main` of a module, and ends the process with its exit code."""
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", _BLAS_WAITING)
     import gc
 
@@ -53,7 +55,7 @@ def run(module: str, name: str) -> NoReturn:
 
         tell_interrupted()
         code = INTERRUPTED
-    except MemoryError:  # also while modules load
+    except MemoryError:  # also raised while modules are imported
         code = _print_error(_NO_MEMORY)
     except OSError as error:
         code = _failed(error)
@@ -62,20 +64,21 @@ def run(module: str, name: str) -> NoReturn:
 
 
 def _ignore_interrupts() -> None:
-    """From here on Ctrl-C could only put a traceback behind the end of the command."""
+    """Ignores Ctrl-C at the end of a command, where it could only cause a traceback."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class NumpyTrial:
-    """An import hook: before numpy is imported, a fork of this process does it. Raises MemoryError if that ends badly.
+    """An import hook that lets a fork of this process import numpy first.
 
-    Where its OpenBLAS gets no memory, it ends the process itself, by exit or by SIGINT.
+    This is needed because OpenBLAS ends the process, by exit or SIGINT, if it cannot get memory. Raises MemoryError if the fork ends with
+    an error.
     """
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
-        """Finds nothing: the other finders do."""
+        """Always returns None, so that the other finders look for the module."""
         if name != "numpy":
             return
         sys.meta_path.remove(self)
@@ -97,7 +100,7 @@ def _import_numpy_and_exit() -> NoReturn:
 
 
 def _try_numpy_first() -> None:
-    """Where a process may map only so much (ulimit -v), numpy is tried before it is imported, and its OpenBLAS gets one thread."""
+    """If the address space is limited (ulimit -v), a fork tries numpy before it is imported, and OpenBLAS gets only one thread."""
     if not hasattr(os, "fork"):
         return
     import resource
@@ -120,19 +123,20 @@ def _call(module: str, name: str) -> int:
     except click.Abort as error:  # click turns Ctrl-C into this
         raise KeyboardInterrupt from error
     except SystemExit as end:
-        # The output is still buffered: `run` flushes it, so that an error is reported there and not while the interpreter shuts down.
+        # The output is still buffered. `run` flushes it, so that an error is reported there and not while the interpreter shuts down.
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return code if isinstance(code, int) else 0
 
 
 def _failed(error: OSError) -> int:
-    """Prints what is wrong with standard output, unless its reader closed the pipe, or that the working directory is gone.
+    """Reports the errors that are not a command's own.
 
-    Returns the exit code. Raises any other error.
+    These are a standard output that cannot be written, where nothing is printed if its reader closed the pipe, and a working directory that
+    no longer exists. Returns the exit code. Raises any other error again.
     """
     import errno
 
-    if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):  # the error of another file names it
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):  # an error of any other file has a file name
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is still buffered
         return 1 if error.errno == errno.EPIPE else _print_error(f"standard output cannot be written ({error.strerror})")
     try:
@@ -143,6 +147,6 @@ def _failed(error: OSError) -> int:
 
 
 def _print_error(sentence: str) -> int:
-    """Returns the exit code."""
+    """Prints an error and returns the exit code."""
     print(f"Error: {sentence}", file=sys.stderr)
     return 1

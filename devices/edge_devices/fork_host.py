@@ -1,8 +1,8 @@
-"""A host of limited children: a process of its own that prepares what all jobs share, then forks once per job.
+"""A host of limited children: a separate process that prepares what all jobs share, and then forks once per job.
 
-It has one thread and opens no model, so that its forks are safe and small. A child's memory is limited by the system, and its
-processor time per step by a timer whose signal ends it: both hold in C code that never returns. This module is run by the host and by the
-process that uses it. A message between them is its length, then that many bytes.
+The host has one thread and opens no model, so that forks are safe and small. The system limits a child's memory, and a timer's signal
+limits its processor time per step. Both also work in C code that never returns. The host and the process that uses it both run this module.
+A message between them is its length, followed by that number of bytes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any, Protocol
 from edge_devices.children import Limits, limit_process
 from edge_devices.errors import DeviceError, EdgeError
 
-# Windows has no fork: there, a job's work is done in a thread of this process, within the libraries' own limits.
+# Windows has no fork. There, a job runs in a thread of this process, within the libraries' own limits.
 AVAILABLE = hasattr(os, "fork") and hasattr(socket, "send_fds") and hasattr(signal, "setitimer")
-# A limit of processor time holds only while a child runs: one that is stopped, or waits for memory, is given up after this.
+# The limit on processor time works only while a child runs. If it is stopped or waits for memory, it is abandoned after this time.
 MAX_WAIT_SECONDS = 60.0
 MAX_BYTES = 1 << 28
 _LENGTH = struct.Struct("<I")
-# A package's __init__ may load all of it; the parts of the handler's package are found without it.
+# A package's __init__ may import the whole package, so the handler's package is replaced by an empty module with the same folders.
 _START = """
 import json, sys, types
 sys.path[:], package, folders, handler = json.loads(sys.argv[1])
@@ -68,11 +68,11 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class ChildError(Exception):
-    """A child ended without an answer: it exceeded its limits, or crashed."""
+    """A child ended without an answer, because it exceeded its limits or crashed."""
 
 
 class Child:
-    """One job's process. It ends when this object does."""
+    """The process of one job. It ends when this object is deleted."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(MAX_WAIT_SECONDS)
@@ -80,7 +80,7 @@ class Child:
         self._close = weakref.finalize(self, connection.close)
 
     def ask(self, message: bytes) -> bytes:
-        """Returns the answer to a message. Raises ChildError if there is none, now and from then on."""
+        """Returns the answer to a message. Raises ChildError if there is none; then the child cannot be used any more."""
         try:
             send(self._connection, message)
             return receive(self._connection)
@@ -93,7 +93,7 @@ class Child:
 
 
 class Host:
-    """A process that forks a child per job. `handler` is the module of its work, `setup` the message that prepares it."""
+    """A process that forks a child per job. `handler` is the module that does the work, and `setup` the message that prepares it."""
 
     def __init__(self, handler: str, setup: bytes, failure: type[EdgeError] = DeviceError) -> None:
         """Raises `failure` if the process cannot start."""
@@ -103,7 +103,7 @@ class Host:
             self._start()
 
     def new_child(self) -> Child:
-        """Returns a new child; any thread may call. Raises the host's failure if the process is gone and cannot be started again."""
+        """Returns a new child. Any thread may call this. Raises the host's `failure` if the process is gone and cannot be restarted."""
         ours, theirs = socket.socketpair()
         if not AVAILABLE:
             threading.Thread(target=self._serve_here, args=(theirs,), daemon=True).start()
@@ -119,12 +119,12 @@ class Host:
 
     @cached_property
     def _prepared(self) -> tuple[Handler, Any]:
-        """The handler in this process, and what all jobs share."""
+        """The handler as imported in this process, and the data that all jobs share."""
         handler: Any = import_module(self._handler)
         return handler, handler.prepare(self._setup)
 
     def _serve_here(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(Exception):  # its end is the answer, as a child's
+        with connection, contextlib.suppress(Exception):  # the connection's end is the answer, as for a child that crashes
             handler, shared = self._prepared
             handler.serve(shared, connection)
 
@@ -163,21 +163,21 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class Handler(Protocol):
-    """A module with the work of a host. `MEMORY_BYTES` is what a child may allocate beyond the host's own memory."""
+    """A module that does the work of a host's children. A child may allocate `MEMORY_BYTES` more than the host has."""
 
     MEMORY_BYTES: int
 
     def prepare(self, setup: bytes) -> Any:
-        """Returns what all children share, from the first message."""
+        """Returns the data that all children share, from the first message."""
 
     def serve(self, shared: Any, connection: socket.socket) -> None:
-        """Answers one job's messages; EOFError ends it. Must call `children.limit_step` before each piece of work."""
+        """Answers the messages of one job; an EOFError ends it. It must call `children.limit_step` before each piece of work."""
 
 
 def main(handler_name: str) -> None:
-    """Serves until the control socket, the standard input, is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, whose end closes the socket
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes ended children
+    """Forks children until the control socket, which is the standard input, is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C, and its end closes the socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the system removes ended children
     handler: Any = import_module(handler_name)
     control = socket.socket(fileno=sys.stdin.fileno())
     with contextlib.suppress(EOFError):
@@ -185,7 +185,7 @@ def main(handler_name: str) -> None:
 
 
 def _serve(handler: Handler, control: socket.socket, shared: Any) -> None:
-    gc.freeze()  # a collection would copy pages that the children share
+    gc.freeze()  # garbage collection would write to shared pages, and so copy them
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -209,6 +209,6 @@ def _run_child(handler: Handler, control: socket.socket, connection: socket.sock
 
 def _limits(memory_bytes: int) -> Limits:
     used = 0
-    with contextlib.suppress(OSError, ValueError):  # elsewhere than on Linux only the time is limited
+    with contextlib.suppress(OSError, ValueError):  # on other systems than Linux, only the time is limited
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     return Limits(memory_bytes=used + memory_bytes if used else None, writes_files=False)

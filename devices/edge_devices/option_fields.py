@@ -1,6 +1,6 @@
-"""Options declared once, as fields of a dataclass: commands, their help and the tables of the documentation follow from them.
+"""Declares options once, as fields of a dataclass. Commands, their help and the tables of the documentation are made from these.
 
-A dataclass of the library declares options without click; `command_line.takes` makes options of a command of them.
+A dataclass of the library can declare options without importing click. `command_line.takes` turns them into options of a command.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ OPTION = "option"
 
 
 class Declaration(NamedTuple):
-    """What `declaration` was given."""
+    """The arguments of `declaration`."""
 
     flags: tuple[str, ...]
     attributes: dict[str, Any]
 
 
 def declaration(*flags: str, **attributes: Any) -> dict[str, Any]:
-    """Returns the metadata of a field that is an option; the type of its values is the field's.
+    """Returns the metadata of a field that is an option. The field's type is the type of the option's values.
 
-    `flags` are a short spelling, or a long one that is not the field's name. `low` and `high` bound a number, `choices` are all values,
-    `panel` is the part of the help that lists it. Further attributes are arguments of `click.Option`, such as `metavar`, or a `type` in
-    place of the field's.
+    `flags` are a short spelling, or a long one if it is not the field's name. `low` and `high` are bounds of a number, `choices` are all
+    allowed values, and `panel` is the part of the help that lists the option. Further attributes are arguments of `click.Option`, such as
+    `metavar`, or `type` to replace the field's type.
     """
     return {OPTION: Declaration(flags, attributes)}
 
 
 def option(*flags: str, default: Any = None, **attributes: Any) -> Any:
-    """Returns the field of a dataclass that is an option too. A bool is a flag, a Literal a choice, a tuple or Sequence repeatable."""
+    """Returns a dataclass field that is also an option. A bool is a flag, a Literal a choice, and a tuple or Sequence is repeatable."""
     return dataclasses.field(default=default, metadata=declaration(*flags, **attributes))
 
 
 def spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Returns the flags of a field that is an option: those declared, after --name unless one of them is long."""
+    """Returns the flags of a field that is an option: the declared ones, and before them --name unless one of them is long."""
     flags: tuple[str, ...] = field.metadata[OPTION].flags
     return flags if any(flag.startswith("--") for flag in flags) else (f"--{field.name.replace('_', '-')}", *flags)

@@ -1,4 +1,4 @@
-"""Waits of seconds to minutes: what is done, how far it is, and how long it still takes."""
+"""Shows waits of seconds to minutes: what is being done, how far it is, and how long it will still take."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Protocol, runtime_checkable
 
 
 class Report(Protocol):
-    """Shows how far a wait is."""
+    """Shows the progress of a wait."""
 
     def __call__(self, share: float, step: str = "", /) -> None:
-        """`share` of the wait that is over, 0 to 1; `step`: what is done now, if that changes."""
+        """`share` is the share of the wait that is over, from 0 to 1. `step` says what is being done now, if that changes."""
 
 
 def no_report(_: float, __: str = "") -> None:
     """A report that shows nothing."""
 
 
-# Called with what is done; the with block is the wait. Until the first report nobody can say how long it takes.
+# A function that is called with the title of a wait. The with block is the wait. Until the first report, its length is unknown.
 Waiting = Callable[[str], AbstractContextManager[Report]]
 
 
 @contextmanager
 def silent_wait(_: str) -> Iterator[Report]:
-    """Shows nothing."""
+    """A wait that shows nothing."""
     yield no_report
 
 
 @contextmanager
 def terminal_wait(title: str) -> Iterator[Report]:
-    """Shows a bar with the time so far and the time left on standard error, and removes it at the end. Without a terminal, nothing."""
+    """Shows a bar with elapsed and remaining time on standard error, and removes it at the end. Without a terminal, it shows nothing."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield no_report
         return
@@ -39,7 +39,7 @@ def terminal_wait(title: str) -> Iterator[Report]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    # Few refreshes: the drawing thread shares the processors with what is measured.
+    # There are few refreshes, because the drawing thread shares the processors with what is measured.
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bars:
         task = bars.add_task(title, total=None)
 
@@ -54,13 +54,13 @@ class Progress(Protocol):
     """Shows work in steps, some of which count bytes."""
 
     def step(self, title: str, total_bytes: int | None) -> None:
-        """A step begins; `total_bytes` is an estimate, or None for a step that counts no bytes."""
+        """Begins a step. `total_bytes` is an estimate, or None if the step does not count bytes."""
 
     def advance(self, done_bytes: int) -> None:
-        """So many more bytes of the step are done."""
+        """Reports that `done_bytes` more bytes of the step are done."""
 
     def note(self, sentence: str) -> None:
-        """A message for the user."""
+        """Shows a message to the user."""
 
 
 class ProgressLines:
