@@ -1,1 +1,1 @@
-"""A folder with all that runs a bundle on a device: Python with its own loader, the backends, edge_runtime and edge_devices."""
+"""Builds a folder with everything that runs bundles on a device: Python with its own loader, backends, edge_runtime, edge_devices."""

@@ -1,4 +1,4 @@
-"""Builds a package: puts every part, and a README, into a folder that appears complete or not at all."""
+"""Builds a package with all its parts and a README, as a folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _COPY = {
 
 
 def copy_command(platform: Platform, package: str) -> str:
-    """Returns the command that copies a package of that name, and a bundle, to a device."""
+    """Returns the command that copies a package with this name, and a bundle, to a device."""
     return _COPY[platform.name].replace("PACKAGE", shlex.quote(package))
 
 
 def write_readme(folder: Path, platform: Platform, package: str, version: str, backends: tuple[str, ...], kernels: tuple[str, ...]) -> None:
-    """Writes the README of a package that will be a folder of the name `package`."""
+    """Writes the README of a package whose folder will have the name `package`."""
     formats = [format for backend, format in (("onnx", "ONNX"), ("llama", "GGUF")) if backend in backends]
     values = {
         "COPY": copy_command(platform, package),
@@ -85,14 +85,14 @@ def write_readme(folder: Path, platform: Platform, package: str, version: str, b
 
 
 def kernels_sentence(kernels: tuple[str, ...]) -> str:
-    """Returns which kernels multiply, without a full stop."""
+    """Returns a sentence, without a full stop, that says which kernels are used."""
     return f"Row kernels: {', '.join(kernels)}; the processor decides which runs" if kernels else "No row kernels: standard operators"
 
 
 BACKENDS = ("llama", "onnx")
-# The extras that every package has beside its backends.
+# The extras that every package has in addition to its backends.
 _ALWAYS = ("grammar", "serve")
-# Many other folders have a package.json; only ours has a platform and backends.
+# Many other folders contain a package.json, but only ours has a platform and backends.
 PACKAGE = FolderKind(
     name="package",
     list_name=NAME,
@@ -105,7 +105,7 @@ PACKAGE = FolderKind(
 class PackageRequest:
     """What to build: `platform` is a key of PLATFORMS, `backends` are some of BACKENDS.
 
-    `tools` adds llama.cpp's own tools, which need no Python.
+    `tools` adds llama.cpp's own tools, which do not need Python.
     """
 
     platform: str
@@ -130,13 +130,13 @@ class PackageRequest:
 
     @property
     def command(self) -> str:
-        """The command that makes the same package."""
+        """The command that makes a package like this one."""
         flags = {"--with-llama-tools": self.tools, "--with-media": self.media, "--without-kernels": self.without_kernels}
         words = ["edge-export", "package", self.platform, "-o", "FOLDER", *(f"--backend {kind}" for kind in self.backends)]
         return " ".join(words + [flag for flag, given in flags.items() if given])
 
     def additions(self) -> dict[str, str]:
-        """Returns the options, by extra, that add to the package what it lacks; "" for what is in it."""
+        """Returns, by extra, the option that adds it to the package; "" if it is included already."""
         possible = {kind: f"--backend {kind}" for kind in possible_backends(PLATFORMS[self.platform])} | {"media": "--with-media"}
         return possible | dict.fromkeys(self.extras, "")
 
@@ -147,16 +147,15 @@ def possible_backends(platform: Platform) -> tuple[str, ...]:
 
 
 def make_package(request: PackageRequest, step: Step, notify: Callable[[str], None] = lambda _: None) -> Inventory:
-    """Builds the folder and returns its inventory; `step` gets a title for each step. Raises ExportError; then no file is left.
+    """Builds the package's folder and returns its inventory.
 
-    Debian's lists, downloads and compiled files are kept in one folder, where one package is built at a time: `notify` gets a line where
-    another process builds one.
-    """
+    `step` gets a title for each step. Debian's lists, downloads and compiled files are kept in one folder, with which only one package is
+    built at a time. `notify` gets a line if another process is building one. Raises ExportError; then no unfinished package is left."""
     check_output(request.output, request.force, PACKAGE)
     if not request.without_kernels:
         check_kernels(PLATFORMS[request.platform])
     cache = cache_folder() / "packages"
-    with contextlib.suppress(OSError):  # whoever writes there will say why
+    with contextlib.suppress(OSError):  # later writes to the folder report the reason
         cache.mkdir(parents=True, exist_ok=True)
     with locked(cache.resolve(), lambda: notify(f"Another package is being built with {cache}; waiting for its end.")):
         return _build(request, cache, step)

@@ -1,4 +1,4 @@
-"""Python, the C library and a small BLAS from Debian's packages, read as the archives that they are: no apt, dpkg or root, any system."""
+"""Takes Python, the C library and a small BLAS from Debian's packages. They are read as archives, without apt, dpkg or root."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from edge_devices.files.limited_read import sha256_of
 from edge_export.device_package.inventory import PYTHON, SITE, Component, Platform, keep_licence, string_table, write_file
 from edge_export.errors import PackageError
 
-# numpy gets Debian's BLIS, of 2 MB, in the place of the OpenBLAS with LAPACK of its wheel, of 30 MB. A device multiplies small matrices and
-# solves nothing. numpy asks for its BLAS by names with a prefix and a suffix, which are shortened in place to the usual ones. Its integers
-# have 64 bits and BLIS' have 32: by value and in little endian both are the same below 2^31, and numpy passes none by address. The one
-# module that needs LAPACK is replaced by one that says so.
+# numpy's wheel has OpenBLAS with LAPACK, of 30 MB. It is replaced by Debian's BLIS, of 2 MB, because a device multiplies only small
+# matrices and solves no equations. numpy calls its BLAS by names with a prefix and a suffix, which are shortened in place to the usual
+# names. numpy's integers have 64 bits and those of BLIS have 32. Passed by value, in little endian, both are the same below 2^31, and numpy
+# passes none by address. The only module that needs LAPACK is replaced by one that raises an error.
 
 BLAS = "libblas.so.3"
 PACKAGE = "libblis4-serial"
@@ -33,8 +33,7 @@ PACKAGE = "libblis4-serial"
 PLACE = "blis-serial"
 _NAME = re.compile(rb"(?<=\0)scipy_(cblas_\w+?)64_(?=\0)")
 _LIBRARY = re.compile(rb"(?<=\0)libscipy_openblas64_[\w.-]*\.so(?=\0)")
-# Of a 64-bit ELF file, by the System V ABI: kind, offset and size of a section, and the kind of the one that lists the names which the
-# file asks for or offers; of each name its place, and its section, 0 if it is asked for.
+# A section's kind, offset and size. The kind of the section of symbols. A symbol's name and section; section 0 means that it is undefined.
 _SECTION, _SYMBOLS, _SYMBOL = struct.Struct("<4xI16xQQ24x"), 11, struct.Struct("<I2xH16x")
 _OF_BLAS = re.compile(rb"openblas|scipy_|lapack", re.IGNORECASE)
 _LINALG = '''\
@@ -51,7 +50,7 @@ def __getattr__(name):
 
 
 def take_small_blas(folder: Path) -> None:
-    """Makes numpy in this package use lib/libblas.so.3, and removes what it came with. Raises PackageError."""
+    """Makes numpy in this package use lib/libblas.so.3, and removes its own libraries. Raises PackageError."""
     site = folder / SITE
     modules = [*site.glob("numpy/_core/_multiarray_umath.*.so")]
     if not modules or not (folder / "lib" / BLAS).is_file():
@@ -65,7 +64,7 @@ def take_small_blas(folder: Path) -> None:
 
 
 def _renamed(data: bytes, name: str, offered: bytes) -> bytes:
-    """The module with the usual names of what it asks for. Shorter names leave room; what follows a name's end is read by nobody."""
+    """Returns a module whose undefined BLAS symbols have the usual, shorter names. The rest of a longer name's room is never read."""
     place, strings = string_table(data, name)
     shorter = _NAME.sub(lambda name: name[1].ljust(len(name[0]), b"\0"), strings)
     shorter = _LIBRARY.sub(lambda name: BLAS.encode().ljust(len(name[0]), b"\0"), shorter)
@@ -78,7 +77,7 @@ def _renamed(data: bytes, name: str, offered: bytes) -> bytes:
 
 
 def _undefined(data: bytes, name: str, strings: bytes) -> list[bytes]:
-    """The names that a library asks for."""
+    """Returns the names of a library's undefined symbols."""
     with errors_as(
         PackageError, f"{name} is no library that can be read", "build the package again", struct.error, ValueError, StopIteration
     ):
@@ -97,11 +96,11 @@ _SUITES = (("debian", RELEASE), ("debian-security", f"{RELEASE}-security"))
 _ADVICE = "check the network and Debian's servers, then try again"
 _ROOM = "make room, or name another cache by EDGE_MTP_CACHE"
 _SECONDS = 60.0
-# What gpgv says of a text that is not to be used, whatever else it says.
+# If gpgv prints one of these words, the text must not be used.
 _REFUSED = {"BADSIG", "ERROR", "NODATA", "UNEXPECTED"}
-# Of a list, and of what is in a package.
+# The most bytes of an unpacked list, and of the files in a package.
 _MAX_LIST, _MAX_UNPACKED = 512 << 20, 256 << 20
-# The libraries to take from each package; none: only its licence texts.
+# The libraries to take from each package. If there are none, only its licence texts are taken.
 _LIBRARIES = {
     "libc6": "libc.so.6 libm.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libutil.so.1 libresolv.so.2 libnss_dns.so.2 libnss_files.so.2",
     "libgcc-s1": "libgcc_s.so.1",
@@ -118,10 +117,10 @@ _LIBRARIES = {
     PACKAGE: BLAS,
 }
 _PYTHON_PACKAGES = (f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"python{PYTHON}-minimal")
-# Texts of the licences that other packages only name.
+# The package with the texts of licences that other packages only name.
 _LICENCE_PACKAGE = "base-files"
-# Left out of the standard library: modules whose libraries are missing here, tests, tools for installing packages and for developers,
-# servers and clients of old protocols, and encodings of East Asia other than Unicode's.
+# Left out of the standard library: modules whose libraries are not in the package, tests, tools for installing packages and for developers,
+# servers and clients of old protocols, and East Asian encodings other than Unicode.
 _LEFT_OUT = re.compile(
     r"(test|lib2to3|idlelib|ensurepip|venv|turtledemo|pydoc_data|__pycache__|curses|dbm|distutils|wsgiref|xmlrpc)/|EXTERNALLY-MANAGED$"
     r"|(sitecustomize|turtle|_pydecimal|_pyio|cgi|cgitb|doctest|ftplib|imaplib|mailbox|nntplib|pdb|poplib|pydoc|smtpd|smtplib"
@@ -133,7 +132,7 @@ _LEFT_OUT = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Mirror:
-    """Where packages come from, the keys that sign its lists, and the most bytes of a file there."""
+    """A source of packages, with the keyring for its signatures, and the most bytes that a file there may have."""
 
     url: str = "https://deb.debian.org"
     keyring: Path = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -150,7 +149,7 @@ DEBIAN = Mirror()
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """An entry of a mirror's list: where the package is, and what it must be."""
+    """An entry of a mirror's list: the package's address, version and hash."""
 
     url: str
     version: str
@@ -158,12 +157,15 @@ class _Listed:
 
     @property
     def order(self) -> list[tuple[int, str]]:
-        """Sorts versions of one release, which differ in their numbers."""
+        """A key that sorts versions within one release, which differ only in their numbers."""
         return [(int(digits or 0), text) for digits, text in re.findall(r"(\d+)|(\D+)", self.version)]
 
 
 class DebianArchive:
-    """The files of a package, in memory; symbolic links are followed here, as not every system has them. Raises PackageError."""
+    """The files of a package in memory. Symbolic links are resolved here, because not every system supports them.
+
+    Raises PackageError if the package cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -183,11 +185,11 @@ class DebianArchive:
                         self.files[name] = data.read()
 
     def names(self, folder: str) -> list[str]:
-        """The files and links below a folder, sorted."""
+        """Returns the files and links below a folder, sorted."""
         return sorted(name for name in (*self.files, *self._links) if name.startswith(folder + "/"))
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's bytes; None where it is none, or a link that leads out of the package."""
+        """Returns a file's bytes; None if it is not a file, or is a link that leads out of the package."""
         for _ in range(8):
             if name not in self._links:
                 break
@@ -196,7 +198,7 @@ class DebianArchive:
 
 
 def _data_member(archive: bytes) -> bytes:
-    """The tar archive of the files in a .deb, which is an ar archive: headers of 60 bytes, members at even places."""
+    """Returns the tar archive of the files in a .deb, which is an ar archive with headers of 60 bytes and members at even offsets."""
     place = 8
     while archive.startswith(b"!<arch>\n") and place + 60 <= len(archive):
         name, size = archive[place : place + 16], int(archive[place + 48 : place + 58])
@@ -209,7 +211,7 @@ def _data_member(archive: bytes) -> bytes:
 
 
 def add_python(folder: Path, platform: Platform, cache: Path) -> list[Component]:
-    """Puts Python, its standard library and the C library into `folder`. `cache` keeps the downloads. Raises PackageError."""
+    """Adds Python, its standard library and the C library to `folder`. `cache` keeps the downloads. Raises PackageError."""
     paths = fetch_archives((*_LIBRARIES, *_PYTHON_PACKAGES, _LICENCE_PACKAGE), platform.debian, cache)
     archives = {name: DebianArchive(path) for name, path in paths.items()}
     components = [_component(folder, name, archives) for name in archives]
@@ -226,9 +228,10 @@ def add_python(folder: Path, platform: Platform, cache: Path) -> list[Component]
 
 
 def fetch_archives(names: Sequence[str], architecture: str, cache: Path, mirror: Mirror = DEBIAN) -> dict[str, Path]:
-    """Downloads Debian's packages for an architecture ("arm64") into `cache`, where lists are kept too, and returns each one's file.
+    """Downloads Debian's packages for an architecture ("arm64") into `cache`, and returns the file of each.
 
-    Raises PackageError if the download fails, a hash is wrong, or Debian's signature where it is checked.
+    `cache` also keeps the lists. Raises PackageError if a download fails, if a hash is wrong, or if Debian's signature is checked and
+    wrong.
     """
     home = cache / f"debian-{RELEASE}-{architecture}"
     with errors_as(PackageError, f"{home} cannot be written", _ROOM):
@@ -244,7 +247,7 @@ def fetch_archives(names: Sequence[str], architecture: str, cache: Path, mirror:
 
 
 def _list_file(mirror: Mirror, place: str, suite: str, architecture: str, home: Path) -> Path:
-    """The list of a suite's packages, as its InRelease has it."""
+    """Returns the list of a suite's packages, with the hash that InRelease names."""
     release, listing = f"{mirror.url}/{place}/dists/{suite}", f"main/binary-{architecture}/Packages.xz"
     signed = home / f"{suite}.InRelease"
     _download(f"{release}/InRelease", signed, mirror)
@@ -256,10 +259,10 @@ def _list_file(mirror: Mirror, place: str, suite: str, architecture: str, home: 
 
 
 def _signed_text(signed: Path, keyring: Path) -> str:
-    """The text of an InRelease that a key of Debian's keyring signed.
+    """Returns the text of an InRelease that was signed by a key in Debian's keyring.
 
-    Several keys sign it, of which an older keyring lacks the newest: gpgv then ends as if the signature were wrong, so its words count. Two
-    texts are refused, as the key may have signed the other one. Raises PackageError.
+    Several keys sign it, and an older keyring lacks the newest ones. gpgv then ends as if the signature were wrong, so its status words are
+    evaluated instead. A file with two texts is refused, because the key may have signed the other one. Raises PackageError.
     """
     done = run_child(["gpgv", "--quiet", "--status-fd", "2", "--keyring", keyring, "--output", "-", signed], failure=PackageError)
     words = re.findall(r"^\[GNUPG:\] (\w+)", done.errors.decode("utf-8", "replace"), re.MULTILINE)
@@ -288,7 +291,7 @@ def _entries(listing: Path, root: str, names: Sequence[str]) -> dict[str, _Liste
 
 
 def _fetched(url: str, path: Path, sha256: str, mirror: Mirror) -> Path:
-    """The file at `path`, downloaded unless it is there already."""
+    """Returns `path`, to which the file is downloaded unless it is there already with the right hash."""
     if not path.is_file() or sha256_of(path) != sha256:
         _download(url, path, mirror)
         if sha256_of(path) != sha256:
@@ -353,7 +356,7 @@ def _take_library_tree(archive: DebianArchive, source: str, destination: Path) -
 
 
 def _take_common_licences(folder: Path, archive: DebianArchive) -> None:
-    """The licences that the copyright texts of Debian's packages name by their place on a Debian system."""
+    """Keeps the licences that the copyright texts of Debian's packages refer to by their path on a Debian system."""
     kept = "".join(path.read_text(encoding="utf-8", errors="replace") for path in sorted((folder / "licences").glob("debian-*.txt")))
     named = set(re.findall(r"/usr/share/common-licenses/([A-Za-z]+(?:-[0-9.]*[0-9])?)", kept))
     for name in archive.names("usr/share/common-licenses"):

@@ -21,7 +21,7 @@ SITE = "lib/python3/dist-packages"  # Debian's folder of Python packages, relati
 class Processors:
     """The processors of one build of llama.cpp's CPU library.
 
-    The build is used if all `features` are in /proc/cpuinfo; `model` is zig's name for the same features.
+    The build is used if all `features` are in /proc/cpuinfo. `model` is zig's name for the same features.
     """
 
     name: str
@@ -31,10 +31,11 @@ class Processors:
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """`processors` go from the newest to those without required features; `cpuinfo_key` is the line of /proc/cpuinfo with the features.
+    """A platform for which packages are built.
 
-    Without processors, llama.cpp is not built for the platform. `tools` is the member that llama.cpp's static tools are built for.
-    `page_bytes`: the largest pages of kernels that the package runs on.
+    `processors` are sorted from the newest to those without required features. If there are none, llama.cpp is not built for the platform.
+    `cpuinfo_key` is the line of /proc/cpuinfo with the features. `tools` is the name of the processors for which llama.cpp's static tools
+    are built. `page_bytes` are the largest memory pages of kernels on which the package runs.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Platform:
 
     @property
     def triplet(self) -> str:
-        """The folder of libraries in Debian's packages."""
+        """The name of the folder of libraries in Debian's packages."""
         return f"{self.machine}-linux-gnu"
 
 
@@ -61,7 +62,7 @@ _ARM_PROCESSORS = (
 
 
 def _tags(machine: str) -> tuple[str, ...]:
-    """The manylinux tags whose C library is no newer than the package's own, Debian 12's 2.36."""
+    """Returns the manylinux tags whose C library is not newer than the package's own, which is Debian 12's 2.36."""
     return (*(f"manylinux_2_{minor}_{machine}" for minor in (34, 31, 28, 27, 26, 24, 17)), f"manylinux2014_{machine}")
 
 
@@ -117,7 +118,7 @@ _NEEDED, _STRINGS, _STRINGS_SIZE = 1, 5, 10
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Something bundled. `texts` are its licence texts, from the package's root; `sha256` is that of the archive it came in."""
+    """A component of the package. `texts` are paths of its licence texts below the package's root. `sha256` is that of its archive."""
 
     name: str
     version: str
@@ -129,7 +130,7 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedFile:
-    """A file: `path` from the package's root, with slashes."""
+    """A file. `path` is relative to the package's root, with slashes."""
 
     path: str
     bytes: int
@@ -141,7 +142,7 @@ class PackagedFile:
 class Inventory:
     """The content of package.json, of which devices read a part (edge_devices.machine.device_package).
 
-    `sizes` are bytes per part; the file itself is not among `files`. `row_kernels` are the variants of the project's own kernels.
+    `sizes` are bytes per part. package.json itself is not in `files`. `row_kernels` are the variants of the project's own kernels.
     """
 
     platform: str
@@ -157,27 +158,27 @@ class Inventory:
 
 
 def keep_licence(folder: Path, name: str, text: bytes) -> str:
-    """Writes a licence text and returns its path from the package's root."""
+    """Writes a licence text, and returns its path relative to the package's root."""
     write_file(folder / LICENCES / name, text)
     return f"{LICENCES}/{name}"
 
 
 def write_file(path: Path, data: bytes, *, executable: bool = False) -> None:
-    """Writes a file of the package, in a folder that need not be there."""
+    """Writes a file of the package, and creates its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     path.chmod(0o755 if executable else 0o644)
 
 
 def copy_file(source: Path, destination: Path, *, executable: bool = False) -> None:
-    """Copies a file into the package, in a folder that need not be there."""
+    """Copies a file into the package, and creates its folder if needed."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, destination)
     destination.chmod(0o755 if executable else 0o644)
 
 
 def take_inventory(folder: Path, inventory: Inventory) -> Inventory:
-    """Hashes every file of the package, and writes package.json into it: the inventory with its files and their sizes, which it returns."""
+    """Hashes every file of the package, and writes package.json. Returns the inventory with files and sizes."""
     files = [
         PackagedFile(
             path=path.relative_to(folder).as_posix(),
@@ -197,12 +198,12 @@ def take_inventory(folder: Path, inventory: Inventory) -> Inventory:
 
 
 def _is_started(path: str) -> bool:
-    """Whether a device starts this file: Windows, where packages are built too, keeps no such mark."""
+    """Whether a device must be able to execute this file. Windows, where packages are built too, does not record that."""
     return path.startswith(("bin/", "tools/", "lib/ld-linux-"))
 
 
 def _part(path: str) -> str:
-    """The part of the package to which a file belongs: a Python package, or its top folder."""
+    """Returns the part of the package to which a file belongs: a Python package, or the top folder."""
     words = path.split("/")
     if words[-1].startswith("libedge_rows"):
         return "row kernels"
@@ -220,7 +221,7 @@ def _part(path: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSegment:
-    """A part of a file that is mapped: where in the file, at which address, how much, and to what both are aligned."""
+    """A part of an ELF file that is mapped into memory: its offset in the file, address, size and alignment."""
 
     offset: int
     address: int
@@ -228,14 +229,15 @@ class LoadSegment:
     align: int
 
     def suits(self, page_bytes: int) -> bool:
-        """Whether a kernel with such pages can map it."""
+        """Whether a kernel with pages of this size can map the segment."""
         return self.align % page_bytes == 0 and (self.address - self.offset) % page_bytes == 0 and self.align > 0
 
 
 def check_pages(folder: Path, page_bytes: int) -> int:
-    """Returns how many ELF files below the folder were checked. Raises PackageError for one that such a kernel does not load.
+    """Checks all ELF files below the folder, and returns their number.
 
-    With pages of 16 KiB (a Raspberry Pi 5's, phones with Android 15 and later) it loads none whose segments are aligned to 4 KiB.
+    Raises PackageError for a file that a kernel with these pages does not load. With pages of 16 KiB (Raspberry Pi 5, phones with Android
+    15 and later), a kernel does not load files whose segments are aligned to 4 KiB.
     """
     checked = 0
     for path in sorted(folder.rglob("*")):
@@ -253,7 +255,7 @@ def check_pages(folder: Path, page_bytes: int) -> int:
 
 
 def cut_symbols(folder: Path) -> int:
-    """Cuts what no kernel maps off every ELF file: debug symbols and the list of sections. Returns the bytes. Raises PackageError."""
+    """Cuts parts that are never mapped off all ELF files: debug symbols and the section table. Returns the bytes. Raises PackageError."""
     cut = 0
     for path in folder.rglob("*"):
         segments = load_segments(path) if path.is_file() else None
@@ -270,7 +272,7 @@ def cut_symbols(folder: Path) -> int:
 
 
 def load_segments(path: Path) -> list[LoadSegment] | None:
-    """Returns the segments of an ELF file that are mapped; None for any other file. Raises PackageError for one that cannot be read."""
+    """Returns the mapped segments of an ELF file; None for any other file. Raises PackageError if an ELF file cannot be read."""
     with path.open("rb") as file:
         head = file.read(HEADER.size)
         if head[:4] != MAGIC:

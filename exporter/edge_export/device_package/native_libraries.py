@@ -1,4 +1,4 @@
-"""Native code of a package: llama.cpp, cross-compiled by zig's C compiler, and the row kernels of edge-mtp. Builds are cached."""
+"""The native code of a package: llama.cpp, cross-compiled by zig's C compiler, and edge-mtp's row kernels. Builds are cached."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from edge_export.device_package.wheels import own_requirements, pip_download, ru
 from edge_export.errors import PackageError
 from edge_runtime.backends.kernels.build import LIBRARIES, TARGETS, build, library_name, variants
 
-# Begins a step with this title; what it returns is told how far the step is.
+# A function that begins a step with a title, and returns a function to report the step's progress.
 Step = Callable[[str], Report]
-# The runtime supports the MTP interface of this version only (see the extra [llama]).
+# The only version whose MTP interface the runtime supports (see the extra [llama]).
 VERSION = "0.3.36"
 TOOLS = ("llama-speculative-simple", "llama-bench")
-# The oldest C library that the compiled libraries run on; the package's own, 2.36, is newer.
+# The oldest C library with which the compiled libraries run. The package's own, 2.36, is newer.
 _GLIBC = "2.28"
 _ADVICE = "look for room on the disk, or leave llama.cpp out with --backend onnx"
 _NEED_TOOLS = "pip install 'edge-mtp[package]'"
@@ -41,7 +41,7 @@ _SWITCHES = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_APP=OFF",
     "-DLLAMA_BUILD_UI=OFF",
-    # Versions in library names would need symbolic links, which do not survive a copy to a phone.
+    # Versions in library names would need symbolic links, which are lost when files are copied to a phone.
     "-DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON",
     "-DCMAKE_SKIP_RPATH=ON",
 )
@@ -53,7 +53,7 @@ _LEFT_OUT = re.compile(r"/(tests|server|docs)/|\.pyi$")
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """zig, cmake and ninja, and the folder of cached builds."""
+    """zig, cmake and ninja, the folder of cached builds, and llama-cpp-python's sources."""
 
     zig: Path
     cmake: str
@@ -63,12 +63,12 @@ class Toolchain:
 
     @property
     def llama_cpp(self) -> Path:
-        """The sources of llama.cpp itself."""
+        """The folder of llama.cpp's own sources."""
         return self.sources / "vendor/llama.cpp"
 
 
 def open_toolchain(cache: Path) -> Toolchain:
-    """Finds the compilers, and fetches the source archive once. Raises PackageError naming what is missing."""
+    """Finds the compilers, and fetches the source archive once. Raises PackageError with the name of a missing tool."""
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise PackageError(f"ziglang, which compiles llama.cpp for the device, is missing; {_NEED_TOOLS}")
@@ -81,7 +81,7 @@ def open_toolchain(cache: Path) -> Toolchain:
 
 def _program_path(program: str, advice: str) -> str:
     """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
-    # pip installs programs beside Python, whose folder need not be in PATH.
+    # pip installs programs beside Python, and that folder need not be in PATH.
     path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
     if path is None:
         raise PackageError(f"{program}, which building the package needs, is missing; {advice}")
@@ -89,7 +89,7 @@ def _program_path(program: str, advice: str) -> str:
 
 
 def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Step) -> Component:
-    """Puts llama_cpp with its libraries into the package, and one CPU library for each kind of processor beside them."""
+    """Adds llama_cpp with its libraries to the package, and a CPU library for each kind of processor."""
     llama = folder / SITE / "llama_cpp"
     for path in sorted((toolchain.sources / "llama_cpp").rglob("*.py")):
         relative = path.relative_to(toolchain.sources / "llama_cpp")
@@ -109,7 +109,7 @@ def add_llama(folder: Path, platform: Platform, toolchain: Toolchain, step: Step
 
 
 def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Step) -> list[Component]:
-    """Puts llama.cpp's own tools into tools/: static, so that they run where Python does not."""
+    """Adds llama.cpp's own tools to tools/, as static programs, which run without Python."""
     processors = next(kind for kind in platform.processors if kind.name == platform.tools)
     report = step(f"llama.cpp's tools for {platform.machine} {processors.name}, static (minutes the first time, then kept)")
     built = _built(toolchain, platform, processors, report, static=True, targets=TOOLS)
@@ -124,7 +124,7 @@ def add_tools(folder: Path, platform: Platform, toolchain: Toolchain, step: Step
 def _built(
     toolchain: Toolchain, platform: Platform, processors: Processors, report: Report, *, static: bool, targets: tuple[str, ...]
 ) -> Path:
-    """The folder of a build; an interrupted build is continued."""
+    """Builds these targets, unless they were built before, and returns the build's folder. An interrupted build is continued."""
     kind = "static" if static else "shared"
     build = toolchain.home / f"{platform.machine}-{processors.name}-{kind}"
     triple = f"{platform.machine}-linux-{'musl' if static else f'gnu.{_GLIBC}'}"
@@ -137,10 +137,10 @@ def _built(
             "-DLLAMA_BUILD_COMMON=OFF",
             "-DLLAMA_BUILD_TOOLS=OFF",
             "-DLLAMA_BUILD_EXAMPLES=OFF",
-            # The encoder of images and sound. Its own decoders of files are not used, least of all ffmpeg.
+            # The encoder of images and sound. Its own file decoders, such as ffmpeg, are not used.
             "-DLLAMA_BUILD_MTMD=ON",
             "-DMTMD_VIDEO=OFF",
-            # zig compiles the C++ library that it links for a minute: the same for all processors.
+            # zig compiles the C++ library that it links, which takes a minute. With these flags it is the same for all processors.
             "-DCMAKE_SHARED_LINKER_FLAGS=-s -mcpu=generic",
         )
     )
@@ -157,7 +157,7 @@ def _built(
 
 
 def _run_ninja(toolchain: Toolchain, build: Path, targets: tuple[str, ...], report: Report) -> None:
-    """Compiles; how far it is, ninja's log says, which gets a line for each file."""
+    """Compiles the targets. The progress is found from ninja's log, which gets a line for each file."""
     command: list[str | Path] = [toolchain.cmake, "--build", build, "--parallel", str(usable_processors()), "--target", *targets]
     left, log = run([*command, "--", "-n"], _ADVICE).count("\n["), build / ".ninja_log"
 
@@ -169,7 +169,7 @@ def _run_ninja(toolchain: Toolchain, build: Path, targets: tuple[str, ...], repo
 
 
 def _wrappers(toolchain: Toolchain, build: Path, flags: str) -> Iterator[str]:
-    """Scripts that act as cmake's compiler and binary tools, and the switches that name them."""
+    """Writes scripts that serve as cmake's compilers and binary tools, and yields the switches that name them."""
     build.mkdir(parents=True, exist_ok=True)
     named = {"cc": ("C_COMPILER", flags), "c++": ("CXX_COMPILER", flags), "ar": ("AR", ""), "ranlib": ("RANLIB", "")}
     for program, (variable, options) in named.items():
@@ -180,7 +180,7 @@ def _wrappers(toolchain: Toolchain, build: Path, flags: str) -> Iterator[str]:
 
 
 def _sources(home: Path) -> Path:
-    """The unpacked source archive, which pip fetches and checks against the index's hash."""
+    """Returns the folder of the unpacked source archive. If needed, pip fetches it and checks it against the index's hash."""
     sources = home / f"llama_cpp_python-{VERSION}"
     if (sources / "vendor/llama.cpp/CMakeLists.txt").is_file():
         return sources
@@ -188,7 +188,7 @@ def _sources(home: Path) -> Path:
     partial = home / "unpacking"
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(home / f"{sources.name}.tar.gz") as archive:
-        # Python before 3.11.4 (Debian 12's) has no filters; pip checked the archive against the index's hash.
+        # Python before 3.11.4, such as Debian 12's, has no filters. The archive can be trusted, because pip checked its hash.
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
         archive.extractall(partial)
     (partial / sources.name).rename(sources)
@@ -221,7 +221,7 @@ IN_PACKAGE = f"{SITE}/edge_runtime/backends/kernels/lib"
 
 
 def check_kernels(platform: Platform) -> None:
-    """Raises PackageError where this installation neither has the platform's kernels nor can compile them."""
+    """Raises PackageError if this installation neither has the platform's kernels nor can compile them."""
     if not _shipped(platform).is_file() and find_spec("ziglang") is None:
         zig = next((line for line in own_requirements("package") if line.startswith("ziglang")), "ziglang")
         raise PackageError(
@@ -231,9 +231,10 @@ def check_kernels(platform: Platform) -> None:
 
 
 def add_kernels(folder: Path, platform: Platform, cache: Path, step: Step) -> tuple[str, ...]:
-    """Puts the platform's library into the package, and returns its variants. Raises PackageError.
+    """Adds the platform's library of row kernels to the package, and returns the kernels' variants. Raises PackageError.
 
-    It is that of a released wheel of edge-mtp, else compiled here by zig, whose compiler is a wheel too; `cache` keeps what that compiles.
+    The library is the one in a released wheel of edge-mtp, or else is compiled here by zig, which is installed as a wheel. `cache` keeps
+    compiled files.
     """
     check_kernels(platform)
     shipped, target = _shipped(platform), TARGETS["Linux", platform.machine]
@@ -247,5 +248,5 @@ def add_kernels(folder: Path, platform: Platform, cache: Path, step: Step) -> tu
 
 
 def _shipped(platform: Platform) -> Path:
-    """Where a wheel has the platform's library, if it has one; for this machine's own platform, the library that runs here."""
+    """Returns the path at which a wheel has the platform's library. For this machine's platform, it is the library that runs here."""
     return LIBRARIES / library_name(TARGETS["Linux", platform.machine])

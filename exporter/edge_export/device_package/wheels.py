@@ -1,4 +1,4 @@
-"""Python code of a package: wheels that pip fetches and checks against the index's hashes, and our own packages and commands."""
+"""The Python code of a package: wheels, which pip fetches and checks against the index's hashes, and our packages and commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from edge_export.device_package.inventory import PYTHON, SITE, Component, Platfo
 from edge_export.errors import PackageError
 
 DISTRIBUTION = "edge-mtp"
-# Dependencies of our requirements; pip would add packages that only their tools use, such as a hub client for tokenizers.
+# Dependencies of our requirements, by extra. pip would also add packages that only their tools use, such as a hub client for tokenizers.
 _THEIR_NEEDS = {
     "core": ("markdown-it-py", "mdurl", "pygments", "markupsafe"),
     "serve": ("anyio", "h11", "idna", "typing_extensions"),
@@ -28,8 +28,9 @@ _THEIR_NEEDS = {
     "llama": ("diskcache", "typing_extensions"),
     "onnx": (),
 }
-# Left out of wheels: tests, types, headers, compilers and tools for building models; onnxruntime's library for C (Python's module has all
-# of it); Pillow's fonts, colour profiles and AVIF; lexers of languages that no screen shows; the C parser of YAML, of which Python has one.
+# Files of wheels that are left out: tests, types, headers, compilers, and tools for building models; onnxruntime's library for C, because
+# the Python module contains it; Pillow's fonts, colour profiles and AVIF; lexers of languages that no screen shows; the C parser of YAML,
+# because there is one in Python.
 _LEFT_OUT = re.compile(
     r"(^|/)tests?/|\.pyi$|\.(h|c|a|pxd|pyx|f90)$|(^|/)__pycache__/"
     r"|^numpy/(f2py|distutils|_pyinstaller|typing/tests)/|^onnxruntime/(transformers|quantization|tools|datasets|backend)/|^[\w.+-]+\.data/"
@@ -38,13 +39,13 @@ _LEFT_OUT = re.compile(
     r"|^pygments/lexers/(?!(__init__|_mapping|python|special)\.py)"
 )
 _LICENCE_NAME = re.compile(r"(^|/)(licen[cs]e|copying|notice|authors|thirdpartynotices)[^/]*$", re.IGNORECASE)
-# The wheel has no licence text.
+# Licences of wheels without a licence text.
 _WITHOUT_TEXT = {"tokenizers": "Apache-2.0"}
 MAX_WHEEL_BYTES = 2 << 30
 
 
 def add_wheels(folder: Path, platform: Platform, extras: tuple[str, ...], scratch: Path) -> list[Component]:
-    """Unpacks the wheels that these of our extras need into the package. Raises PackageError if one is not available."""
+    """Unpacks the wheels that these extras need into the package. Raises PackageError if one is not available."""
     wheels = scratch / "wheels"
     tags = [word for tag in platform.wheel_tags for word in ("--platform", tag)]
     target = ("--only-binary=:all:", *tags, "--python-version", PYTHON, "--implementation", "cp")
@@ -53,14 +54,14 @@ def add_wheels(folder: Path, platform: Platform, extras: tuple[str, ...], scratc
 
 
 def wheel_requirements(extras: Sequence[str]) -> list[str]:
-    """Returns what pip fetches for a package with these of our extras, each requirement once."""
+    """Returns the requirements that pip fetches for a package with these extras, each once."""
     parts = ("core", *extras)
     needed = dict.fromkeys(line for part in parts for line in (*own_requirements(part), *_THEIR_NEEDS[part]))
     return [line for line in needed if not line.startswith("llama")]  # llama.cpp is built, not fetched
 
 
 def own_requirements(extra: str) -> list[str]:
-    """Returns what edge-mtp requires: always ("core"), or with an extra."""
+    """Returns the requirements of edge-mtp: those that always apply ("core"), or those of an extra."""
     try:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError as error:
@@ -76,15 +77,15 @@ def own_requirements(extra: str) -> list[str]:
 
 
 def pip_download(folder: Path, *words: str) -> None:
-    """Downloads what the words ask for, without dependencies, into a folder; pip checks the index's hashes. Raises PackageError."""
+    """Runs pip download with these words, without dependencies, into a folder. pip checks the index's hashes. Raises PackageError."""
     pip = module_command("pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--dest", str(folder))
     run([*pip, *words], "check the network, and that pip is installed (python -m ensurepip)")
 
 
 def run(command: Sequence[str | Path], advice: str, each_poll: Callable[[], None] = lambda: None) -> str:
-    """Returns what a program writes to standard output; `each_poll` is called again and again while it runs.
+    """Runs a program and returns its standard output.
 
-    Raises PackageError, with the program's last line and `advice`, if it fails.
+    `each_poll` is called repeatedly while it runs. Raises PackageError, with the program's last line and `advice`, if it fails.
     """
     done = run_child(command, with_children=True, each_poll=each_poll, failure=PackageError)
     if done.end:
@@ -93,7 +94,7 @@ def run(command: Sequence[str | Path], advice: str, each_poll: Callable[[], None
 
 
 def _short(command: Sequence[str | Path]) -> str:
-    """The program and its first two words that are no options and no paths, which tell one step from another."""
+    """Returns the program and its first two words that are neither options nor paths, which identify the step."""
     words = [str(word) for word in command[1:] if not str(word).startswith("-") and "/" not in str(word)]
     return " ".join([Path(command[0]).name, *words[:2]])
 
@@ -108,7 +109,7 @@ def _add_wheel(folder: Path, wheel: Path) -> Component:
             if _LICENCE_NAME.search(member) and not member.endswith(".py"):
                 texts.append(keep_licence(folder, f"{name}/{PurePosixPath(member).name}", archive.read(member)))
             if _LEFT_OUT.search(member) or member.endswith(".dist-info/RECORD"):
-                continue  # RECORD would list files that are left out
+                continue  # RECORD is left out too, because it would list files that are not there
             path = site / member
             path.parent.mkdir(parents=True, exist_ok=True)
             with archive.open(member) as source, path.open("wb") as destination:
@@ -126,7 +127,7 @@ def _add_wheel(folder: Path, wheel: Path) -> Component:
 
 
 def _members(archive: zipfile.ZipFile, wheel: Path) -> Iterator[str]:
-    """The files of a wheel. Raises PackageError for a path outside its folder, or if the wheel is too large."""
+    """Yields the files of a wheel. Raises PackageError if a path leads out of its folder, or if the wheel is too large."""
     if sum(info.file_size for info in archive.infolist()) > MAX_WHEEL_BYTES:
         raise PackageError(f"{wheel.name} unpacks to more than {MAX_WHEEL_BYTES} bytes; check the package index")
     for info in archive.infolist():
@@ -145,7 +146,7 @@ def _metadata_name(archive: zipfile.ZipFile) -> str:
 
 
 def _licence(about: email.message.Message) -> str:
-    """The licence in the wheel's metadata: an expression, a classifier, or a short text."""
+    """Returns the licence in the wheel's metadata: an expression, else classifiers, else a text of one line."""
     if about["License-Expression"]:
         return str(about["License-Expression"])
     classified = [str(line).rsplit(" :: ", 1)[-1] for line in about.get_all("Classifier") or [] if str(line).startswith("License ::")]
@@ -154,18 +155,18 @@ def _licence(about: email.message.Message) -> str:
 
 
 def own_licence() -> bytes:
-    """The text of this package's licence, Apache-2.0."""
+    """Returns the text of this program's licence, Apache-2.0."""
     for file in files(DISTRIBUTION) or []:
         if file.name == "LICENSE":
             return Path(str(file.locate())).read_bytes()
     raise PackageError(f"the licence of {DISTRIBUTION} is not installed; install it again")
 
 
-# Of the benchmark a device runs the part that measures; reports are made where its records go.
+# A device needs only the measuring part of the benchmark, because reports are made on the computer that collects its records.
 _LIGHT = ("edge_bench/measure", "edge_runtime", "edge_devices")
-# The row kernels come alone (native_libraries.py); their sources are not needed on a device.
+# The row kernels are added by native_libraries.py. Their sources are not needed on a device.
 _NOT_OURS = shutil.ignore_patterns("__pycache__", "*.pyc", "libedge_rows*", "*.cpp", "*.h")
-# The folder is found from the script's own path, with symbolic links followed, so that it may be anywhere.
+# This part of the scripts finds the package's folder from the script's own path, following symbolic links, so that it may be anywhere.
 _HERE = """\
 self=$0
 [ -L "$self" ] && self=$(readlink -f -- "$self")
@@ -188,7 +189,7 @@ _ANDROID_HOMES = """\
 if [ -z "$HOME" ] || [ ! -w "$HOME" ]; then export HOME="$here/home"; mkdir -p "$HOME"; fi
 if [ -z "$TMPDIR" ] || [ ! -w "$TMPDIR" ]; then export TMPDIR="$here/tmp"; mkdir -p "$TMPDIR"; fi
 """
-# The commands and their entry points.
+# The commands, and the names of their entry points.
 _COMMANDS = {"edge-run": "edge_run", "edge-bench": "edge_bench_on_device", "edge-devices": "edge_devices"}
 _COMMAND = """\
 #!SHELL
@@ -216,7 +217,7 @@ def write_launchers(folder: Path, platform: Platform, backends: Sequence[str]) -
 
 
 def _choice(platform: Platform) -> str:
-    """Sets $cpu to the newest build of llama.cpp's CPU library that the processor can run, by the features in /proc/cpuinfo."""
+    """Returns shell code that sets $cpu to the newest build of llama.cpp's CPU library that the processor's features allow."""
     lines = [
         "flags=",
         f'while read -r key _ rest; do case $key in {platform.cpuinfo_key}) flags=" $rest "; break ;; esac; done </proc/cpuinfo',
@@ -231,11 +232,12 @@ def _choice(platform: Platform) -> str:
 
 
 def add_own_code(folder: Path, extras: Sequence[str]) -> Component:
-    """Copies what a device runs, nothing of the exporter; `extras` are those whose libraries are in the package. Raises PackageError."""
+    """Copies the code that a device runs, without the exporter. `extras` are those whose libraries are included. Raises PackageError."""
     copy_packages(folder / SITE)
     installed = version(DISTRIBUTION)
     about = folder / SITE / f"{DISTRIBUTION.replace('-', '_')}-{installed}.dist-info"
-    # Commands read the version from the distribution's metadata, and the doctor what should be there; the rest describes the exporter.
+    # Commands read the version from the distribution's metadata, and the doctor reads the requirements. The rest of it is about the
+    # exporter.
     lines = [f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {installed}\n"]
     for extra in extras:
         lines.append(f"Provides-Extra: {extra}\n")
@@ -246,6 +248,6 @@ def add_own_code(folder: Path, extras: Sequence[str]) -> Component:
 
 
 def copy_packages(folder: Path) -> None:
-    """Copies what a device imports of this program."""
+    """Copies the Python packages of this program that a device imports."""
     for path in _LIGHT:
         shutil.copytree(str(resource_files(path.replace("/", "."))), folder / path, ignore=_NOT_OURS)
