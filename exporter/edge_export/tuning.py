@@ -1,6 +1,7 @@
-"""Tunes a drafter: the target writes on from a user's text, the drafter is trained on it, and both are judged on text neither has seen.
+"""Tunes a drafter on a user's text.
 
-Imports torch: import it only where a drafter is trained.
+The target continues parts of a user's text, and the drafter is trained on what it writes. The original and the tuned drafter are then
+compared on text that was not used for training. This module imports torch, so import it only to train a drafter.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from edge_export.quantization.calibration import read_text
 from edge_runtime.bundle.manifest import DrafterTuning
 
 Tokens = NDArray[np.int64]
-# The text is cut into so many parts; every HELD_OUT-th is only used to judge the drafter.
+# The text is cut into this number of parts. Every HELD_OUT_EVERY-th part is used only to evaluate the drafter.
 TEXT_PARTS, HELD_OUT_EVERY = 20, 5
 
 
 def parts_of(text: str) -> tuple[list[str], list[str]]:
-    """Returns the parts of a text to train on, and those to judge by; parts end where lines do."""
+    """Returns the parts of a text for training, and those for evaluation. A part ends at the end of a line."""
     lines, parts = text.splitlines(keepends=True), [""]
     for line in lines:
         if len(parts[-1]) >= len(text) / TEXT_PARTS and len(parts) < TEXT_PARTS:
@@ -44,8 +45,9 @@ def parts_of(text: str) -> tuple[list[str], list[str]]:
 
 
 def prompts_from(parts: Sequence[str], tokenizer: Any, *, length: int, count: int, random: np.random.Generator) -> Tokens:
-    """Returns `count` prompts [count, length] that begin at a line of a part, or inside a long one. Raises ExportError if the text is too
-    short for one.
+    """Returns prompts [count, length] that begin at the start of a line, or inside a long line.
+
+    Raises ExportError if the text is too short for one prompt.
     """
     begin = tokenizer.encode("", add_special_tokens=True)
     needed = length - len(begin)
@@ -71,7 +73,7 @@ def _starts(part: str) -> Iterator[int]:
 
 
 def written_after(target: Any, prompts: Tokens, *, length: int, temperature: float, banned: Sequence[int], seed: int) -> Tokens:
-    """Continues prompts [N, P] to texts [N, length] without the `banned` tokens; temperature 0 is greedy."""
+    """Continues prompts [N, P] to texts [N, length] without `banned` tokens. Temperature 0 means greedy decoding."""
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +81,8 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
     cache, step = DynamicCache(config=target.config.get_text_config()), tokens
     with torch.inference_mode():
         while tokens.shape[1] < length:
-            # A place: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+            # A position, as a tensor. Given a number, transformers 5.24 cuts the rows before layers that share K/V, and fails on per-layer
+            # inputs that a model does not have.
             kept = torch.tensor([step.shape[1] - 1])
             logits = target(input_ids=step, past_key_values=cache, logits_to_keep=kept).logits[:, -1].float()
             logits[:, list(banned)] = -torch.inf
@@ -92,19 +95,20 @@ def written_after(target: Any, prompts: Tokens, *, length: int, temperature: flo
     return written
 
 
-# In training the drafter runs at all positions of a text at once, as it drafts: several steps at a constant position, on the target's own
-# rows. At position n it sees token n, the target's hidden row n-1 and the K/V rows before n; its j-th step predicts token n+j. Step j is
-# one forward over all positions, with the tokens shifted by j-1.
+# In training, the drafter runs at all positions of a text at once, in the same way as it drafts: several steps at a constant position, on
+# the target's rows. At position n it sees token n, the target's hidden row n-1 and the K/V rows before n, and its j-th step predicts token
+# n+j. Step j is one forward over all positions, with the tokens shifted by j-1.
 
 STATE_NAME = "training.safetensors"
-# What AdamW keeps of a weight.
+# The state that AdamW keeps for each weight.
 _SUMS = ("step", "exp_avg", "exp_avg_sq")
 SAVE_SECONDS = 30.0
-# Logits of a training step: they are held several times over.
+# The most logits of a training step. Several copies of them are in memory.
 MAX_LOGITS = 16 << 20
 _WARM_UP = 0.05
 _MASKED = -1e9
-# Each further step of a draft counts a little less: it is read only if those before it were accepted.
+# The factor for the loss of each further step of a draft. Later steps matter less, because they are used only if those before were
+# accepted.
 _STEP_WEIGHT = 0.9
 _CENTROID_WEIGHT = 0.2
 RESAMPLES = 2000
@@ -113,7 +117,7 @@ _SEED = 20261122
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a drafter is tuned. The learning rate follows the share of `minutes` that is used, so that a slow machine takes fewer steps."""
+    """How to tune a drafter. The learning rate depends on the used share of `minutes`, so a slow machine just makes fewer steps."""
 
     minutes: float = 10.0
     draft_steps: int = 4
@@ -124,16 +128,16 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How far a training is."""
+    """The progress of a training."""
 
     steps: int = 0
     seconds: float = 0.0
 
 
 def train(target: Any, drafter: Any, texts: Tokens, recipe: Recipe, folder: Path, until: float = 1.0) -> State:
-    """Trains `drafter` in place on texts [N, T] for the share `until` of the recipe's minutes.
+    """Trains `drafter` in place on texts [N, T], until the share `until` of the recipe's minutes is used.
 
-    Goes on from the state in `folder`, if there is one. Raises ExportError if the loss becomes no number.
+    It continues from the state in `folder`, if there is one. Raises ExportError if the loss is not finite.
     """
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0)
     state = _restored(folder, drafter, optimizer)
@@ -173,7 +177,7 @@ def _step(target: Any, drafter: Any, optimizer: Any, texts: Tokens, recipe: Reci
 
 
 def _segment(length: int, vocabulary: int, recipe: Recipe, random: np.random.Generator) -> Segment:
-    """All positions of a text, or as many as have room for their logits."""
+    """Returns all positions of a text, or a random range of as many as MAX_LOGITS allows."""
     positions = length - recipe.draft_steps
     count = min(positions, max(8, MAX_LOGITS // (vocabulary * recipe.batch)))
     return Segment(first=1 + int(random.integers(positions - count + 1)), count=count, steps=recipe.draft_steps)
@@ -208,7 +212,7 @@ def _restored(folder: Path, drafter: Any, optimizer: Any) -> State:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Positions `first` to `first + count - 1` of each text, and the draft steps from each."""
+    """Positions `first` to `first + count - 1` of each text, with `steps` draft steps from each."""
 
     first: int
     count: int
@@ -217,9 +221,9 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetRows:
-    """What the drafter reads, for tokens [B, T]: embedded and hidden rows [B, T, H], K/V by layer type [B, heads, T, d].
+    """The drafter's inputs for tokens [B, T]: embedded and hidden rows [B, T, H], K/V by layer type [B, heads, T, d].
 
-    `logits` [B, count + steps - 1, V] begin at the segment's first position.
+    `logits` [B, count + steps - 1, V], from which it learns, begin at the segment's first position.
     """
 
     embedded: Any
@@ -229,7 +233,7 @@ class TargetRows:
 
 
 def target_rows(target: Any, tokens: Any, segment: Segment) -> TargetRows:
-    """Runs the target once over tokens [B, T]."""
+    """Runs the target once on tokens [B, T]."""
     kept = torch.arange(segment.first, segment.first + segment.count + segment.steps - 1)
     with torch.no_grad():
         output = target(input_ids=tokens, use_cache=False, output_hidden_states=True, return_shared_kv_states=True, logits_to_keep=kept)
@@ -243,7 +247,7 @@ def target_rows(target: Any, tokens: Any, segment: Segment) -> TargetRows:
 
 
 def _masks(segment: Segment, length: int, window: int) -> dict[str, Any]:
-    """Additive masks [1, 1, count, T]: position n sees the rows before n only, at most window - 1 of them on sliding layers."""
+    """Returns additive masks [1, 1, count, T]. Position n sees only rows before n, on sliding layers at most window - 1 of them."""
     back = torch.arange(segment.first, segment.first + segment.count)[:, None] - torch.arange(length)[None, :]
     full = torch.where(back > 0, 0.0, _MASKED)
     sliding = torch.where((back > 0) & (back < window), 0.0, _MASKED)
@@ -251,11 +255,12 @@ def _masks(segment: Segment, length: int, window: int) -> dict[str, Any]:
 
 
 def draft_states(drafter: Any, rows: TargetRows, segment: Segment) -> Iterator[Any]:
-    """Yields the drafter's normed state [B, count, hidden] of each step; entry i of step j (from 1) predicts token first + i + j."""
+    """Yields the drafter's normed state [B, count, hidden] of each step. Entry i of step j (from 1) predicts token first + i + j."""
     first, last = segment.first, segment.first + segment.count
     masks = _masks(segment, rows.hidden.shape[1], drafter.config.get_text_config().sliding_window)
     hidden = rows.hidden[:, first - 1 : last - 1]
-    # All places: by a number transformers 5.24 cuts rows before layers that share K/V, also per-layer inputs where there are none.
+    # All positions, as a tensor. Given a number, transformers 5.24 cuts the rows before layers that share K/V, and fails on per-layer
+    # inputs that a model does not have.
     kept = torch.arange(segment.count)
     for step in range(segment.steps):
         embedded = rows.embedded[:, first + step : last + step]
@@ -272,7 +277,10 @@ def draft_states(drafter: Any, rows: TargetRows, segment: Segment) -> Iterator[A
 
 
 def distillation_loss(drafter: Any, rows: TargetRows, segment: Segment) -> Any:
-    """Half KL to the target's distribution, half cross-entropy to its choice, summed over steps; and the centroids' own loss."""
+    """Returns the loss, a weighted sum over steps: half KL to the target's distribution, half cross-entropy with its choice.
+
+    With a sparse head, the cross-entropy of the centroids is added.
+    """
     teacher, choice = torch.log_softmax(rows.logits, dim=-1), rows.logits.argmax(-1)
     embedder = getattr(drafter, "masked_embedding", None)
     total = torch.zeros(())
@@ -289,13 +297,13 @@ def distillation_loss(drafter: Any, rows: TargetRows, segment: Segment) -> Any:
 
 
 def _cluster_of(embedder: Any) -> Any:
-    """The centroid [V] of each token."""
+    """Returns the centroid of each token [V]."""
     order = embedder.token_ordering.long()
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) // embedder.vocab_size_per_centroid)
 
 
 def greedy_choice(drafter: Any, state: Any) -> Any:
-    """The drafted token [B, P] for states [B, P, hidden]; with ordered embeddings the best token of the best centroids."""
+    """Returns the drafted tokens [B, P] for states [B, P, hidden]. With a sparse head, only tokens of the best centroids are considered."""
     logits = drafter.lm_head(state).float()
     embedder = getattr(drafter, "masked_embedding", None)
     if embedder is not None:
@@ -307,14 +315,14 @@ def greedy_choice(drafter: Any, state: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Accepted:
-    """Drafted and accepted tokens of each text, int64 [texts]."""
+    """Numbers of drafted and accepted tokens in each text, int64 [texts]."""
 
     drafted: NDArray[np.int64]
     accepted: NDArray[np.int64]
 
     @classmethod
     def of(cls, confirmed: Tokens, *, length: int) -> Accepted:
-        """Walks rounds of `length` drafts, of which the text confirms so many from each position, [texts, positions]."""
+        """Counts rounds of `length` drafts. `confirmed` [texts, positions] is how many drafts from each position the text confirms."""
         drafted, accepted = [], []
         for text in confirmed:
             at = rounds = right = 0
@@ -331,9 +339,9 @@ class Accepted:
 
 
 def acceptance(target: Any, drafter: Any, texts: Tokens, *, prompt: int, length: int, batch: int) -> Accepted:
-    """Walks rounds of `length` drafts over texts [N, T], after their first `prompt` tokens.
+    """Counts rounds of `length` drafts in texts [N, T], after their first `prompt` tokens.
 
-    A round at position n accepts the longest prefix of its drafts that the text confirms, and moves on by that plus one.
+    A round accepts the longest prefix of its drafts that the text confirms. The next round begins that number plus one later.
     """
     segment = Segment(first=prompt - 1, count=texts.shape[1] - length - prompt + 1, steps=length)
     starts = range(0, len(texts), batch)
@@ -353,26 +361,26 @@ def _confirmed(target: Any, drafter: Any, tokens: Any, segment: Segment) -> Toke
 
 
 def gain(before: Accepted, after: Accepted) -> tuple[float, float]:
-    """Returns the 95% interval of the difference of two acceptance rates on the same texts, by bootstrap over texts."""
+    """Returns the 95% interval for the difference of two acceptance rates on the same texts, by bootstrap over the texts."""
     chosen = np.random.default_rng(1).integers(len(before.drafted), size=(RESAMPLES, len(before.drafted)))
     rates = [counts.accepted[chosen].sum(1) / counts.drafted[chosen].sum(1) for counts in (after, before)]
     low, high = np.quantile(rates[0] - rates[1], (0.025, 0.975))
     return float(low), float(high)
 
 
-# Tokens of a prompt and of a whole text; texts to train on, to judge by, and written at once.
+# Tokens of a prompt and of a whole text. Texts for training, for evaluation, and written at once.
 PROMPT, LENGTH = 48, 192
 TEXTS, HELD_OUT, BATCH = 480, 48, 96
-# Half of the training texts are greedy, the others sampled.
+# Half of the training texts are written greedily, the others are sampled.
 TEMPERATURES = (0.0, 0.7)
 DRAFT_LENGTH = 3
-# Acceptance is shown after each of these shares of the training.
+# The acceptance is shown after each of this number of equal parts of the training.
 PARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """The pair, the text, and the folder of the state. `banned` tokens are never written: those that end a text."""
+    """The pair, the text, and the folder of the state. `banned` tokens end a text, so they are never written."""
 
     reference: Reference
     text: Path
@@ -389,7 +397,7 @@ class TuningRequest:
 def tune(request: TuningRequest, notify: Callable[[str], None]) -> DrafterTuning | None:
     """Writes the tuned drafter to `request.result` and returns its record; None if it is not better than the original.
 
-    A call that was stopped goes on where it was. Raises ExportError if the text is unusable or too short.
+    If an earlier call was stopped, it continues from there. Raises ExportError if the text is unusable or too short.
     """
     text, source = read_text(request.text, "text to tune on")
     facts = (source.sha256, asdict(Recipe(minutes=request.minutes)), TEXTS, LENGTH)
@@ -433,7 +441,7 @@ def _judge(target: Any, drafter: Any, held: Tokens) -> Accepted:
 
 
 def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str], None]) -> tuple[Tokens, Tokens]:
-    """Returns the texts to train on and those to judge by. Writing takes at most as long as the training."""
+    """Returns the texts for training and for evaluation. Writing takes about as long as the training at most."""
     tokenizer = request.reference.tokenizer()
     length = min(LENGTH, request.reference.architecture.context)
     parts, held_parts = parts_of(text)
@@ -462,7 +470,7 @@ def _texts(request: TuningRequest, target: Any, text: str, notify: Callable[[str
 
 
 def _save(drafter: Any, request: TuningRequest) -> None:
-    """Writes the drafter as a checkpoint, in the type of the original and with its other files."""
+    """Writes the drafter as a checkpoint, with the original's dtype and other files."""
     original = request.reference.drafter.path
     config = json.loads((original / "config.json").read_text(encoding="utf-8"))
     kind = getattr(torch, str(config.get("dtype", config.get("torch_dtype", "bfloat16"))), torch.bfloat16)
