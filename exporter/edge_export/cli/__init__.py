@@ -1,1 +1,1 @@
-"""edge-export: command and progress display."""
+"""The command edge-export, and its progress display."""

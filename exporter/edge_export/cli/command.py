@@ -43,7 +43,7 @@ INSTALL = "pip install 'edge-mtp[export]' (or [export-onnx], without llama.cpp)"
 
 
 class ExportCommands(PanelGroup):
-    """A group that explains the right command if a target stands in a command's place, and names a package that is not installed."""
+    """A command group whose errors explain the right command if a target is in place of a command, and name a missing package."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         try:
@@ -55,7 +55,7 @@ class ExportCommands(PanelGroup):
             raise SystemExit(1) from error
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Returns the command. Raises a usage error for a checkpoint in its place."""
+        """Returns the command. Raises a usage error if a checkpoint is in its place."""
         if args[0] not in self.commands and ("/" in args[0] or args[0].endswith(".gguf")):
             raise click.UsageError(f"{args[0]} stands where a command belongs: edge-export pair {args[0]} DRAFTER --output BUNDLE", ctx)
         return super().resolve_command(ctx, args)

@@ -1,4 +1,4 @@
-"""What `edge-export` prints: progress bars, the table of the bundle's files, the figures of the comparison."""
+"""The output of `edge-export`: progress bars, the table of the bundle's files, and the figures of the comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edge_runtime.bundle.bundle import Bundle, exported_quality
 
 
 class Amount(ProgressColumn):
-    """A column with bytes done, speed and time left; empty for a step that counts no bytes."""
+    """A column with bytes done, speed and time left. It is empty for a step that does not count bytes."""
 
     def render(self, task: Task) -> Text:
         """Returns e.g. "1.2 GB of 3.4 GB, 210.0 MB/s, ETA 11 s"."""
@@ -36,14 +36,14 @@ class Amount(ProgressColumn):
 
 
 class Display:
-    """Shows an export on standard error: one bar per step, with bytes, speed and time left. A `Progress`."""
+    """A `Progress` that shows an export on standard error, with a bar per step that has bytes, speed and time left."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Bars(TextColumn("{task.description}"), BarColumn(bar_width=12), TimeElapsedColumn(), Amount(), console=console)
         self._task: TaskID | None = None
 
     def step(self, title: str, total_bytes: int | None) -> None:
-        """Ends the current bar and starts the next; without a total the bar only pulses."""
+        """Ends the current bar and starts the next. Without a total, the bar only pulses."""
         self._finish()
         self._task = self._bars.add_task(title, total=total_bytes, counted=total_bytes is not None)
 
@@ -68,14 +68,14 @@ class Display:
         self._bars.stop()
 
     def _finish(self) -> None:
-        """Sets a finished step's total to the bytes that were done, as totals are estimates."""
+        """Sets a finished step's total to the bytes that were done, because totals are estimates."""
         if self._task is not None:
             task = next(task for task in self._bars.tasks if task.id == self._task)
             self._bars.update(self._task, total=max(task.completed, 1), completed=max(task.completed, 1))
 
 
 class Steps:
-    """Shows the steps of a package on standard error: a bar with the time on a terminal, elsewhere a line for each step and tenth."""
+    """Shows the steps of a package on standard error: on a terminal a bar with the time, else a line for each step and each tenth."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -83,7 +83,7 @@ class Steps:
         self._bars = Bars(*columns, console=console, transient=True) if console.is_terminal else None
 
     def __call__(self, title: str) -> Report:
-        """Begins a step; what it returns is told how far the step is."""
+        """Begins a step. Returns a function to report the step's progress."""
         if self._bars is None:
             self.note(title)
             return self._tenths(title)
@@ -119,7 +119,7 @@ class Steps:
 
 
 def summary(bundle: Bundle) -> Table:
-    """A table of the bundle's files with their sizes."""
+    """Returns a table of the bundle's files with their sizes."""
     table = Table(title=f"{bundle.folder}: Gemma 4 {bundle.manifest.architecture.family}", title_justify="left")
     for column, justify in (("file", "left"), ("role", "left"), ("weights", "left"), ("size", "right")):
         table.add_column(column, justify="right" if justify == "right" else "left", overflow="fold", no_wrap=column in ("file", "size"))
@@ -131,19 +131,19 @@ def summary(bundle: Bundle) -> Table:
 
 
 def size_table(title: str, column: str, sizes: Sequence[tuple[str, int]]) -> Table:
-    """A table of names with their bytes, and the sum."""
+    """Returns a table of names with their sizes, and the total."""
     table = Table(title=title, title_justify="left")
     table.add_column(column, overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for name, size in sizes:
-        table.add_row(Text(name), byte_text(size))  # a name may hold what looks like rich's markup
+        table.add_row(Text(name), byte_text(size))  # a name may contain text that looks like rich's markup
     table.add_section()
     table.add_row("total", byte_text(sum(size for _, size in sizes)))
     return table
 
 
 def parity_sentences(parity: dict[str, Any] | None) -> list[str]:
-    """One sentence for each format's comparison with the reference."""
+    """Returns a sentence for each format's comparison with the reference."""
     gguf = {key: value for key, value in (parity or {}).items() if key != "onnx"}
     onnx = (parity or {}).get("onnx")
     sentences = [parity_sentence(gguf)] if gguf or onnx is None else []
@@ -151,11 +151,11 @@ def parity_sentences(parity: dict[str, Any] | None) -> list[str]:
 
 
 def parity_sentence(parity: dict[str, Any]) -> str:
-    """One sentence about a comparison with the reference."""
+    """Returns a sentence about a comparison with the reference."""
     if not parity or "skipped" in parity:
         return f"Parity not measured: {parity.get('skipped', 'no reason given')}."
     plain, drafts, quality = parity["unquantized"], parity["drafts"], exported_quality(parity)
-    assert quality is not None  # an export that measures parity measures it
+    assert quality is not None  # an export that measures parity also measures quality
     return (
         f"Parity with {parity['reference']}: unquantized logits within {plain['max_abs_difference']:.3g}, "
         f"drafts agree {drafts['unquantized_agreement']:.0%} ({drafts['quantized_agreement']:.0%} quantized)."
@@ -166,13 +166,13 @@ def parity_sentence(parity: dict[str, Any]) -> str:
 
 
 def calibration_sentence(figures: dict[str, Any]) -> str:
-    """What the calibration gained, with a space before it; empty without a calibration."""
+    """Returns a sentence, after a space, about the gain by the calibration; empty if there was none."""
     before = figures.get("mean_kl_uncalibrated")
     return "" if before is None else f" The calibration brought mean KL from {before:.3g} to {figures['mean_kl']:.3g}."
 
 
 def media_sentence(figures: dict[str, Any] | None) -> str:
-    """One sentence about the encoders' soft rows, with a space before it; nothing without encoders."""
+    """Returns a sentence, after a space, about the encoders' soft rows; empty if there are no encoders."""
     kinds = [f"{figures[f'{kind}_rows']:.2g} of {kind}s" for kind in ("image", "sound") if f"{kind}_rows" in figures] if figures else []
     return (
         f" Encoders ({figures['quantization']}) differ from the reference by {' and '.join(kinds)}, as a share of the norm."

@@ -1,4 +1,4 @@
-"""The commands of `edge-export`: pair and reference, which write bundles, plan, package and publish."""
+"""The commands of `edge-export`: pair and reference, which write bundles, and plan, package and publish."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from edge_runtime.planning.speed import manifest_plan
 from edge_runtime.planning.speed_profile import speed_profile
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-# Not called like fields of requests, which are options too.
+# The arguments have other names than the fields of requests, which are options.
 target_name = click.argument("target_name", metavar="[TARGET]", required=False)
 drafter_name = click.argument("drafter_name", metavar="[DRAFTER]", required=False)
 REQUEST = ExportRequest(target="", drafter="", output=Path())
@@ -69,7 +69,7 @@ _export_options = option_group(
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The revisions of the models named on the command line, and the configuration, which may name them instead."""
+    """The models' revisions, and the configuration, which may name the models if the command line does not."""
 
     revision: str | None = option(
         metavar="REV", help="Branch, tag or commit of TARGET's hub repository, as in OWNER/NAME@REV.  [default: main]", panel="Bundle"
@@ -86,14 +86,14 @@ class Models:
     )
 
     def config(self) -> SpeculativeConfig:
-        """Returns the configuration file over the preset. Raises ConfigError."""
+        """Returns the configuration: the file's settings, and those of the preset for all others. Raises ConfigError."""
         config = SpeculativeConfig() if self.config_path is None else expanded(read_config(self.config_path))
         return config if self.preset is None else config.over(preset_of(self.preset))
 
     def names(self, config: SpeculativeConfig, target: str | None, drafter: str | None, *, planning: bool = False) -> tuple[str, str]:
         """Returns target and drafter, as given or from `config`. Raises ExportError, or a usage error if there are none.
 
-        A plan of a built-in size has its own drafter, and so has a target that Google published with an assistant.
+        The drafter is known for a target that Google published with an assistant, and in a plan for a built-in size.
         """
         target, drafter = target or config.verifier.model, drafter or config.drafter.model
         if target and not drafter:
@@ -117,9 +117,9 @@ def _names_needed(target: str | None, *, planning: bool) -> str:
 
 @contextlib.contextmanager
 def export_errors() -> Iterator[None]:
-    """`one_sentence_errors` for an export, whose progress display runs in a thread. SIGTERM ends it with its children and its files."""
+    """`one_sentence_errors` for an export, whose progress display runs in a thread. SIGTERM ends its children and removes its files."""
     threading.excepthook = _thread_ended
-    main = threading.current_thread() is threading.main_thread()  # only it may set a handler
+    main = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
     before = signal.signal(signal.SIGTERM, _terminated) if main else None
     try:
         with one_sentence_errors(out_of_memory=OUT_OF_MEMORY, stopped="stopped; nothing unfinished was left behind"):
@@ -134,7 +134,7 @@ def _terminated(number: int, _frame: object) -> None:
 
 
 def _thread_ended(ended: threading.ExceptHookArgs) -> None:
-    """Prints no traceback if the progress thread runs out of memory: the command itself reports that."""
+    """Prints no traceback if the progress thread runs out of memory, because the command itself reports that."""
     if not issubclass(ended.exc_type, MemoryError):
         threading.__excepthook__(ended)
 
@@ -162,7 +162,7 @@ def pair(target_name: str | None, drafter_name: str | None, output: Path | None,
 
 
 def default_output(target: str) -> Path:
-    """The folder here that a bundle gets without --output: gemma-4-E2B-it for google/gemma-4-E2B-it, or for a file of that name."""
+    """Returns the default of --output: gemma-4-E2B-it for google/gemma-4-E2B-it, or for a file or folder of that name."""
     path = Path(target)
     name = None if path.exists() else hub_name(target)
     return Path(path.resolve().name.removesuffix(".gguf") if name is None else name.repository.rpartition("/")[2])
@@ -185,7 +185,7 @@ def reference(chat: bool, widened: bool, models: Models, **options: Any) -> None
     """
     target, drafter = chat_pair() if chat else reference_pair()
     description = (CHAT_DESCRIPTION if chat else DESCRIPTION) + WIDENED * widened
-    # It is for trying commands: calibrated by --calibrate only, so that it is there in seconds.
+    # The model is for trying commands. So it is calibrated only by --calibrate, and the export takes seconds.
     options["importance"] = replace(options["importance"], by_default=False)
     with widened_target(target) if widened else contextlib.nullcontext(target) as folder:
         acceptance = shipped_acceptance(drafter)
@@ -206,7 +206,7 @@ def _export(
     description: str | None = None,
     acceptance: dict[str, Any] | None = None,
 ) -> None:
-    """Exports and prints the bundle. Raises ExportError, or a usage error for options that exclude each other."""
+    """Exports and prints a bundle. Raises ExportError, or a usage error for options that exclude each other."""
     option_names = given_options(click.get_current_context())
     console = Console(stderr=True)
     if formats is None:
@@ -235,7 +235,7 @@ def _export(
     )
     with Display(console) as display:
         bundle = export_pair(complete, display)
-    with contextlib.suppress(KeyboardInterrupt):  # too late to stop anything: the bundle is complete
+    with contextlib.suppress(KeyboardInterrupt):  # it is too late to stop, because the bundle is complete
         show(bundle, console, as_json)
 
 
