@@ -1,4 +1,4 @@
-"""The errors of an export. Each message says what was wrong, with the value, and what to do.
+"""The errors of an export. Each message says what was wrong, with the value, and what to do about it.
 
 ExportError
   CheckpointError   a checkpoint that is missing, damaged, or not a Gemma 4 pair

@@ -350,7 +350,7 @@ def acceptance(target: Any, drafter: Any, texts: Tokens, *, prompt: int, length:
 
 
 def _confirmed(target: Any, drafter: Any, tokens: Any, segment: Segment) -> Tokens:
-    """Returns how many drafts from each position of the segment the text confirms, [N, count]."""
+    """Returns [N, count]: how many drafts from each position of the segment the text confirms."""
     first, last = segment.first, segment.first + segment.count
     with torch.inference_mode():
         rows = target_rows(target, tokens, segment)

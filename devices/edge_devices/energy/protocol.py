@@ -47,7 +47,7 @@ TOGGLES = 3
 WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter or a second characterisation may need longer ones
 SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
 MAX_SOAK_S = 600.0
-HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # a meter that takes longer to characterise needs hours for a session
+HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # new values per load or rest; seconds, as a slower meter would need hours for a session
 LENGTHENED, HOLD_GROWTH = 1.5, 1.1  # growth of the load's time: for another try, and between checks of a load that is held
 # Seconds of load and rest for an external meter. All lengths differ, so that the steps fit its recording at only one offset.
 LOAD_STEPS_S, SLOW_LOAD_STEPS_S = ((3.0, 4.0), (5.0, 2.0), (8.0, 6.0)), ((20.0, 30.0), (40.0, 25.0), (60.0, 50.0))

@@ -374,7 +374,7 @@ def too_short(log: RunLog, seconds: float, lead_s: float) -> str | None:
 
 
 def exclusions(log: RunLog, run: LoggedRun, window: WindowEnergy) -> list[str]:
-    """Returns the reasons to exclude a run, from its state, length and readings."""
+    """Returns the reasons to exclude a run, which follow from its state, length and readings."""
     reasons = disturbances(run.before, run.after)
     short = too_short(log, window.seconds, run.lead_s)
     if short:

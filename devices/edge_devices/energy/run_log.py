@@ -1,4 +1,4 @@
-"""The raw record of a measurement: one JSON object per line, from which every figure can be recomputed without the device.
+"""The raw record of a measurement, with one JSON object per line. Every figure can be recomputed from it without the device.
 
 Kinds of line: header (schema, meter, environment), characteristics, sample (t, v, raw), fault (t, reason), idle and load (start, end), run,
 warning, and others (share: the share of the processors that other programs used; waiting: the share of the time in which programs waited;

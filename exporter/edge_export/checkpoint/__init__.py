@@ -1,1 +1,1 @@
-"""Reading sources: hub ids, folders, safetensors, GGUF, tokenizer, all untrusted."""
+"""Reads sources, which are not trusted: hub ids, folders, safetensors, GGUF, tokenizers."""

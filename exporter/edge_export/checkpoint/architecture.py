@@ -1,6 +1,6 @@
 """Reads and checks a Gemma 4 config.json, and derives which tensors the text model must have.
 
-Field names and defaults: transformers, models/gemma4/configuration_gemma4.py; shapes: modeling_gemma4.py.
+Field names and defaults are those of transformers, models/gemma4/configuration_gemma4.py; shapes are those of modeling_gemma4.py.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TextArchitecture:
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantArchitecture(TextArchitecture):
-    """A drafter: a decoder whose layers own no K/V. `target_hidden_size` is the width of its input's hidden rows."""
+    """A drafter, which is a decoder whose layers own no K/V. `target_hidden_size` is the width of the hidden rows in its input."""
 
     target_hidden_size: int
     ordered_embeddings: bool

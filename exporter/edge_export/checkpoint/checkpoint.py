@@ -113,7 +113,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path | str) -> Checkpoint:
     """Reads config.json and the safetensors headers of a folder. It reads weights only to compare a head with the embedding.
 
-    Raises CheckpointError if it is not a Gemma 4 member, a file is missing or broken, or a tensor is missing or misshapen.
+    Raises CheckpointError if it is not a Gemma 4 model, if a file is missing or broken, or if a tensor is missing or has a wrong shape.
     """
     folder = Path(folder)
     config_path = folder / "config.json"

@@ -152,7 +152,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a checkpoint folder by name: shards in order of their names, names sorted inside each.
+    """Returns all tensors of a checkpoint folder by name. They are sorted by their shard's name, and then by their own name.
 
     Reads headers only. Raises CheckpointError for a missing, truncated or malformed shard, or an index that does not fit its shards.
     """
@@ -178,7 +178,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_path(folder: Path, shard: str) -> Path:
-    # Symbolic links are followed: the Hub's cache stores every shard as one.
+    # Symbolic links are followed, because the hub's cache stores every shard as a link.
     sound = Path(shard).name == shard and "\\" not in shard and shard.isprintable() and len(shard) <= _LONGEST_NAME
     if not sound or not shard.endswith(".safetensors"):
         raise CheckpointError(

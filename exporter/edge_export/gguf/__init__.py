@@ -1,1 +1,1 @@
-"""Writing GGUF files, a drafter's sparse head included."""
+"""Writes GGUF files, including that of a drafter's sparse head."""

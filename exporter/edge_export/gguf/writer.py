@@ -210,7 +210,7 @@ def _pad(file: BinaryIO, size: int) -> int:
 
 
 def rope_factors(model: TextArchitecture) -> NDArray[np.float32]:
-    """Frequency factors [full_head_dim / 2] of full layers: 1 for rotated pairs, UNROTATED for the rest."""
+    """Returns the frequency factors [full_head_dim / 2] of full layers: 1 for rotated pairs, UNROTATED for the others."""
     pairs = model.full_head_dim // 2
     factors = np.full(pairs, UNROTATED, dtype=np.float32)
     factors[: int(model.full_head_dim * model.full_rotary_share / 2)] = 1.0

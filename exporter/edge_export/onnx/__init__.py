@@ -1,1 +1,1 @@
-"""ONNX graphs: request, weights, graph builder, export, parity."""
+"""Writes ONNX graphs: request, weights, graph builder, export, parity."""

@@ -52,7 +52,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMatrix:
-    """A quantized matrix [N, K]; `columns` is K. packed uint8 [N, blocks, block * bits / 8], scales float32 [N, blocks]."""
+    """A quantized matrix [N, K]; `columns` is K. `packed` is uint8 [N, blocks, block * bits / 8], `scales` float32 [N, blocks]."""
 
     packed: NDArray[np.uint8]
     scales: Floats

@@ -1,4 +1,4 @@
-"""Builds ONNX graphs node by node. The only module that imports onnx.
+"""Builds ONNX graphs node by node. Only this module imports onnx.
 
 Each operation that the runtime's kernels compute is one node in the kernels' domain. The same file defines it as an ONNX function of
 stock operators, and onnxruntime expands the node to that function where the kernels are not loaded. So a graph runs everywhere.

@@ -1,4 +1,4 @@
-"""The options of an ONNX export, and the record of its files. Imports nothing heavy."""
+"""The options of an ONNX export, and the record of its files. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KvKind = Literal["f32", "f16", "int8"]
 MediaWeights = Literal["f32", "f16", "int8"]
 ONNX_MEDIA: dict[str, MediaWeights] = {"f32": "f32", "f16": "f16", "bf16": "f16", "q8_0": "int8"}
 Block = Literal[32, 64, 128]
-# "static": fixed shapes for any runtime; the others add the weight format that this execution provider needs.
+# "static" means fixed shapes for any runtime. The others also have the weight format that this execution provider needs.
 Device = Literal["static", "openvino-npu", "qnn"]
 # Default options for a device. QNN's compiler fails on integer weights in a model with per-layer embeddings.
 DEVICE_WEIGHTS: dict[str, dict[str, Any]] = {"openvino-npu": {"block": 128}, "qnn": {"target": "f16", "drafter": "f16"}}
@@ -71,9 +71,9 @@ _MIXED_KL = 0.6
 class OnnxRequest:
     """How the two models' weights are stored.
 
-    `embedding` None: the same weight type as the target's other weights. `block` applies to int8 and int4. Its default is 128, with two
-    exceptions in graphs of dynamic shapes: an int8 target has 32, and int4 is *mixed*. Mixed int4 has blocks of 64, and 8 bits for the
-    embedding, which is the head too, and for the weights whose rounding costs most (see weights.py).
+    `embedding` None: the same weight type as the target's other weights. `block` applies to int8 and int4. With a `device`, its default is
+    32. In graphs of dynamic shapes its default is 128, with two exceptions: an int8 target has 32, and int4 is *mixed*. Mixed int4 has
+    blocks of 64, and 8 bits for the embedding, which is the head too, and for the weights whose rounding costs most (see weights.py).
 
     With f32 and f16 weights, arithmetic is in float32. With int8 and int4, activations are rounded to int8 before they are multiplied.
     `on_grid`: the target was trained for int4 in blocks of 32, and `block` is 32; matrices that lie on no grid get 8 bits.

@@ -40,7 +40,7 @@ _CHANNELS = "qnn"
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How matrices are stored: as "f32", as "f16", or in blocks of integers by `spec`; without it, in 8 bits with a scale for each row.
+    """How matrices are stored: as "f32", as "f16", or as integers in blocks.
 
     Three kinds of a layer's matrices may have formats of their own. `sensitive` is for the weights whose rounding costs most: the
     feed-forward's down projection and the projection back from per-layer embeddings. `values` is for K and V. `off_grid` is for matrices

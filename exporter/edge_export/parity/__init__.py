@@ -1,1 +1,1 @@
-"""Comparison with transformers."""
+"""Compares exports with transformers."""

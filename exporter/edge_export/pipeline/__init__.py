@@ -1,1 +1,1 @@
-"""The export step by step, and the dry run."""
+"""The export, step by step, and the plan of an export without writing it."""

@@ -94,7 +94,7 @@ def _quality(manifest: Manifest) -> list[str]:
 
 
 def _metadata(manifest: Manifest) -> str:
-    """The block of YAML at the beginning of a card. Names that are no hub names are left out."""
+    """Returns the YAML at the beginning of a card. Names that are not hub names are left out."""
     origins = [manifest.sources[role].origin for role in ("target", "drafter")]
     bases = [name for origin in origins if ":" not in origin and (name := hub_repository(origin)) is not None]
     lines = ["---", "library_name: edge-mtp"]

@@ -1,1 +1,1 @@
-"""Importance matrices, calibration and llama.cpp's quantizer."""
+"""Quantizes: importance matrices, calibration, and llama.cpp's quantizer."""

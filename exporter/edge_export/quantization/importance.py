@@ -209,7 +209,7 @@ class SecondMoments:
             )
 
     def takes(self, name: str, columns: int) -> bool:
-        """Whether the matrix with this GGUF name and width has moments of its own."""
+        """Whether moments are kept under the GGUF name of this matrix of this width."""
         return shared_name(name) == name and compensates(name, columns, self.without)
 
     def add(self, name: str, moments: Floats) -> None:
@@ -237,7 +237,7 @@ class SecondMoments:
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSums:
-    """Squares of a matrix's inputs, summed over `counts` rows.
+    """The squares of a matrix's inputs, summed over `counts` rows.
 
     `sums` is float64 and has the channels of all experts, one expert after another. `counts` has one value per expert, or one for all.
     """

@@ -359,7 +359,7 @@ def decimal_mark(columns: Sequence[Numbers], chosen: str) -> list[str]:
 
 
 class Times:
-    """The times of a table's rows: numbers, or dates and clock times."""
+    """The times of a table's rows, which are numbers, or dates and clock times."""
 
     def __init__(self, column: Column) -> None:
         self.numbers = Numbers(column.name, UNITS["time"], 1.0)

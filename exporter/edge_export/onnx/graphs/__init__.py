@@ -1,1 +1,1 @@
-"""Gemma 4 as ONNX nodes, dynamic shapes."""
+"""Gemma 4 as ONNX nodes with dynamic shapes."""

@@ -107,7 +107,7 @@ def fit_scales(
 
 
 def _amplitudes(keys: NDArray[np.float32], pairs: int) -> NDArray[np.float32]:
-    """The largest absolute value of each channel of rotated keys [kv_heads, n, head_dim] at any position: [kv_heads, head_dim]."""
+    """Returns the largest absolute value of each channel [kv_heads, head_dim] of keys [kv_heads, n, head_dim] rotated to any position."""
     half = keys.shape[2] // 2
     first, second = keys[:, :, :pairs], keys[:, :, half : half + pairs]
     lengths = np.sqrt(first**2 + second**2).max(axis=1)
