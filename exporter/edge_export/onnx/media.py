@@ -102,11 +102,11 @@ class Tower:
             body.graph.op("Add", rows, normed, name=body.outputs[0])
         return total
 
-    def shaped(self, value: str, shape: Sequence[int]) -> str:
+    def reshaped(self, value: str, shape: Sequence[int]) -> str:
         """Reshapes value; -1 stands for a size known only at run time."""
         return self.graph.op("Reshape", value, self.graph.integers(shape))
 
-    def turned(self, value: str, *order: int) -> str:
+    def transposed(self, value: str, *order: int) -> str:
         """Transposes value to this order of axes."""
         return self.graph.op("Transpose", value, perm=list(order))
 
@@ -129,17 +129,17 @@ def build_vision(tower: Tower, vision: VisionTower, text_size: int) -> None:
     table = tower.values("patch_embedder.position_embedding_table")
     embedded = graph.op("Add", *(graph.op("Gather", tower.stored(part), index, axis=0) for part, index in zip(table, (x, y), strict=True)))
     value = graph.op("Add", tower.linear(scaled, "patch_embedder.input_proj.weight"), embedded)
-    turns = _turns(tower, vision, x, y)
+    rotations = _rotation_tables(tower, vision, x, y)
     for layer in range(vision.layers):
-        value = _image_layer(tower, vision, value, f"encoder.layers.{layer}.", turns)
+        value = _image_layer(tower, vision, value, f"encoder.layers.{layer}.", rotations)
     size = vision.hidden_size
-    pooled = graph.op("ReduceMean", tower.shaped(value, (1, -1, _GROUP, size)), graph.integers([2]), keepdims=0)
+    pooled = graph.op("ReduceMean", tower.reshaped(value, (1, -1, _GROUP, size)), graph.integers([2]), keepdims=0)
     pooled = graph.op("Mul", pooled, graph.floats(math.sqrt(size)))
     rows = tower.linear(tower.plain_norm(pooled, size), EMBED_VISION, outer=True)
     graph.output(graph.op("Identity", rows, name="rows"), "f32", (1, "rows", text_size))
 
 
-def _turns(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]:
+def _rotation_tables(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]:
     """Cosines and signed sines [1, n, 1, head size]. The first half of a head is rotated by x, the second by y."""
     graph, pairs = tower.graph, vision.hidden_size // vision.heads // 4
     # transformers computes these in float32, too.
@@ -149,13 +149,13 @@ def _turns(tower: Tower, vision: VisionTower, x: str, y: str) -> tuple[str, str]
     for half in (np.concatenate([np.cos(angles)] * 2, 1), np.concatenate([-np.sin(angles), np.sin(angles)], 1)):
         stored = tower.stored(half)
         both = graph.op("Concat", *(graph.op("Gather", stored, index, axis=0) for index in (x, y)), axis=-1)
-        tables.append(tower.shaped(both, (1, -1, 1, 4 * pairs)))
+        tables.append(tower.reshaped(both, (1, -1, 1, 4 * pairs)))
     return tables[0], tables[1]
 
 
-def _image_layer(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[str, str]) -> str:
+def _image_layer(tower: Tower, vision: VisionTower, value: str, at: str, rotations: tuple[str, str]) -> str:
     graph = tower.graph
-    attended = _image_attention(tower, vision, tower.norm(value, f"{at}input_layernorm"), f"{at}self_attn.", turns)
+    attended = _image_attention(tower, vision, tower.norm(value, f"{at}input_layernorm"), f"{at}self_attn.", rotations)
     value = tower.added(value, attended, f"{at}post_attention_layernorm")
     normed = tower.norm(value, f"{at}pre_feedforward_layernorm")
     gate = graph.op("Gelu", tower.clipped(normed, f"{at}mlp.gate_proj"), approximate="tanh")
@@ -164,23 +164,23 @@ def _image_layer(tower: Tower, vision: VisionTower, value: str, at: str, turns: 
     return tower.added(value, fed, f"{at}post_feedforward_layernorm")
 
 
-def _image_attention(tower: Tower, vision: VisionTower, value: str, at: str, turns: tuple[str, str]) -> str:
+def _image_attention(tower: Tower, vision: VisionTower, value: str, at: str, rotations: tuple[str, str]) -> str:
     graph, size, heads = tower.graph, vision.hidden_size, vision.heads
-    each = size // heads
+    head_size = size // heads
     projected = []
     for name in ("q", "k", "v"):
-        rows = tower.shaped(tower.clipped(value, f"{at}{name}_proj"), (1, -1, heads, each))
-        rows = tower.plain_norm(rows, each) if name == "v" else _turned(graph, tower.norm(rows, f"{at}{name}_norm"), turns)
-        projected.append(tower.shaped(rows, (1, -1, size)))
+        rows = tower.reshaped(tower.clipped(value, f"{at}{name}_proj"), (1, -1, heads, head_size))
+        rows = tower.plain_norm(rows, head_size) if name == "v" else _rotated(graph, tower.norm(rows, f"{at}{name}_norm"), rotations)
+        projected.append(tower.reshaped(rows, (1, -1, size)))
     # This operator computes attention in blocks. The full scores would take 0.3 GB at 280 soft rows of E2B, and 4.9 GB at 1120.
     attended = graph.op("MultiHeadAttention", *projected, domain=CONTRIB, num_heads=heads, scale=1.0)
     return tower.clipped(attended, f"{at}o_proj")
 
 
-def _turned(graph: GraphBuilder, value: str, turns: tuple[str, str]) -> str:
+def _rotated(graph: GraphBuilder, value: str, rotations: tuple[str, str]) -> str:
     first, second, third, fourth = graph.ops("Split", [value], 4, axis=-1, num_outputs=4)
     other = graph.op("Concat", second, first, fourth, third, axis=-1)
-    return graph.op("Add", graph.op("Mul", value, turns[0]), graph.op("Mul", other, turns[1]))
+    return graph.op("Add", graph.op("Mul", value, rotations[0]), graph.op("Mul", other, rotations[1]))
 
 
 # Attention of the audio tower is local: a block of 12 rows attends to itself and to the block before it.
@@ -210,7 +210,7 @@ def build_audio(tower: Tower, audio: AudioTower, text_size: int) -> None:
     filler = graph.input("filler", "f32", (1, "filler", audio.hidden_size))
     mask = graph.input("mask", "f32", ("blocks", 1, _BLOCK, _CONTEXT))
     value = _convolved(tower, _convolved(tower, mels, "layer0"), "layer1")
-    value = tower.shaped(tower.turned(value, 0, 2, 3, 1), (1, -1, MELS // 4 * audio.channels[1]))
+    value = tower.reshaped(tower.transposed(value, 0, 2, 3, 1), (1, -1, MELS // 4 * audio.channels[1]))
     value = tower.linear(value, "subsample_conv_projection.input_proj_linear.weight")
     value = graph.op("Concat", value, filler, axis=1)
     shared = _Shared(mask, _positions(audio.hidden_size))
@@ -231,9 +231,9 @@ def _positions(size: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
 def _convolved(tower: Tower, value: str, layer: str) -> str:
     graph, at = tower.graph, f"subsample_conv_projection.{layer}."
     value = graph.op("Conv", value, tower.vector(f"{at}conv.weight"), strides=[2, 2], pads=[1, 1, 1, 1], kernel_shape=[3, 3])
-    last = tower.turned(value, 0, 2, 3, 1)
+    last = tower.transposed(value, 0, 2, 3, 1)
     normed = graph.op("LayerNormalization", last, tower.vector(f"{at}norm.weight"), axis=-1, epsilon=EPSILON)
-    return graph.op("Relu", tower.turned(normed, 0, 3, 1, 2))
+    return graph.op("Relu", tower.transposed(normed, 0, 3, 1, 2))
 
 
 def _sound_layer(tower: Tower, audio: AudioTower, value: str, at: str, shared: _Shared) -> str:
@@ -258,40 +258,42 @@ def _convolution(tower: Tower, audio: AudioTower, value: str, at: str) -> str:
     graph = tower.graph
     both = tower.clipped(tower.norm(value, f"{at}pre_layer_norm"), f"{at}linear_start")
     kept, gate = graph.ops("Split", [both], 2, axis=-1, num_outputs=2)
-    gated = tower.turned(graph.op("Mul", kept, graph.op("Sigmoid", gate)), 0, 2, 1)
+    gated = tower.transposed(graph.op("Mul", kept, graph.op("Sigmoid", gate)), 0, 2, 1)
     kernel = tower.vector(f"{at}depthwise_conv1d.weight")
     mixed = graph.op("Conv", gated, kernel, group=audio.hidden_size, kernel_shape=[_KERNEL], pads=[_KERNEL - 1, 0])
-    normed = _silu(graph, tower.norm(tower.turned(mixed, 0, 2, 1), f"{at}conv_norm"))
+    normed = _silu(graph, tower.norm(tower.transposed(mixed, 0, 2, 1), f"{at}conv_norm"))
     return graph.op("Add", value, tower.clipped(normed, f"{at}linear_end"))
 
 
 def _sound_attention(tower: Tower, audio: AudioTower, value: str, at: str, shared: _Shared) -> str:
     graph, heads = tower.graph, audio.heads
-    each = audio.hidden_size // heads
+    head_size = audio.hidden_size // heads
     # The factors of q, of k and of the softcap are all folded into q's. Relative keys have no factor, so they are divided by k's.
     key_factor = math.log(1 + math.e) / math.log(2)
-    scale = np.logaddexp(0, tower.values(f"{at}per_dim_scale").astype(np.float64)) * (key_factor * each**-0.5 / math.log(2) / _CAP)
-    query, key, cached = (tower.shaped(tower.clipped(value, f"{at}{name}_proj"), (-1, _BLOCK, heads, each)) for name in ("q", "k", "v"))
-    query = tower.turned(graph.op("Mul", query, tower.stored(scale)), 0, 2, 1, 3)
-    key, cached = _with_block_before(graph, key, heads, each), _with_block_before(graph, cached, heads, each)
+    scale = np.logaddexp(0, tower.values(f"{at}per_dim_scale").astype(np.float64)) * (key_factor * head_size**-0.5 / math.log(2) / _CAP)
+    query, key, values = (
+        tower.reshaped(tower.clipped(value, f"{at}{name}_proj"), (-1, _BLOCK, heads, head_size)) for name in ("q", "k", "v")
+    )
+    query = tower.transposed(graph.op("Mul", query, tower.stored(scale)), 0, 2, 1, 3)
+    key, values = _with_block_before(graph, key, heads, head_size), _with_block_before(graph, values, heads, head_size)
     relative = shared.positions @ tower.values(f"{at}relative_k_proj.weight").T / np.float32(key_factor)
-    table = np.zeros((heads, each, _CONTEXT + 1), np.float32)
-    table[:, :, :_DISTANCES] = relative.reshape(_DISTANCES, heads, each).transpose(1, 2, 0)
+    table = np.zeros((heads, head_size, _CONTEXT + 1), np.float32)
+    table[:, :, :_DISTANCES] = relative.reshape(_DISTANCES, heads, head_size).transpose(1, 2, 0)
     # Reading rows of 25 columns as rows of 24 shifts each row one column further than the row before (arXiv:1901.02860, appendix B).
-    moved = tower.shaped(graph.op("MatMul", query, tower.stored(table)), (-1, heads, _BLOCK * (_CONTEXT + 1)))
-    moved = graph.op("Slice", moved, graph.integers([0]), graph.integers([_BLOCK * _CONTEXT]), graph.integers([2]))
-    scores = graph.op("MatMul", query, tower.turned(key, 0, 2, 3, 1))
-    scores = graph.op("Add", scores, tower.shaped(moved, (-1, heads, _BLOCK, _CONTEXT)))
+    shifted = tower.reshaped(graph.op("MatMul", query, tower.stored(table)), (-1, heads, _BLOCK * (_CONTEXT + 1)))
+    shifted = graph.op("Slice", shifted, graph.integers([0]), graph.integers([_BLOCK * _CONTEXT]), graph.integers([2]))
+    scores = graph.op("MatMul", query, tower.transposed(key, 0, 2, 3, 1))
+    scores = graph.op("Add", scores, tower.reshaped(shifted, (-1, heads, _BLOCK, _CONTEXT)))
     capped = graph.op("Mul", graph.op("Tanh", scores), graph.floats(_CAP))
     weights = graph.op("Softmax", graph.op("Add", capped, shared.mask), axis=-1)
-    attended = tower.turned(graph.op("MatMul", weights, tower.turned(cached, 0, 2, 1, 3)), 0, 2, 1, 3)
-    return tower.clipped(tower.shaped(attended, (1, -1, audio.hidden_size)), f"{at}post")
+    attended = tower.transposed(graph.op("MatMul", weights, tower.transposed(values, 0, 2, 1, 3)), 0, 2, 1, 3)
+    return tower.clipped(tower.reshaped(attended, (1, -1, audio.hidden_size)), f"{at}post")
 
 
-def _with_block_before(graph: GraphBuilder, blocks: str, heads: int, each: int) -> str:
+def _with_block_before(graph: GraphBuilder, blocks: str, heads: int, head_size: int) -> str:
     """Extends blocks [n, 12, heads, size] to [n, 24, heads, size]: each follows the block before it, and the first follows zeros."""
     all_but_last = graph.op("Slice", blocks, graph.integers([0]), graph.integers([-1]), graph.integers([0]))
-    before = graph.op("Concat", graph.floats(np.zeros((1, _BLOCK, heads, each), np.float32)), all_but_last, axis=0)
+    before = graph.op("Concat", graph.floats(np.zeros((1, _BLOCK, heads, head_size), np.float32)), all_but_last, axis=0)
     return graph.op("Concat", before, blocks, axis=1)
 
 

@@ -53,10 +53,10 @@ def declare_static(graph: GraphBuilder, model: TextArchitecture, shape: Shape, n
         if kind not in model.layer_types:
             continue
         half = model.head_dim_of(model.layer_types.index(kind)) // 2
-        turning = (1, shape.rows, 1, half)
+        rotation_shape = (1, shape.rows, 1, half)
         declared[kind] = StaticInputs(
-            cosine=graph.input(f"cosine_{word}", "f32", turning),
-            sine=graph.input(f"sine_{word}", "f32", turning),
+            cosine=graph.input(f"cosine_{word}", "f32", rotation_shape),
+            sine=graph.input(f"sine_{word}", "f32", rotation_shape),
             mask=graph.input(f"mask_{word}", "f32", (1, 1, shape.rows, shape.buffers[kind] + new_rows)),
         )
     return declared
@@ -89,8 +89,8 @@ class StaticBlocks(Blocks):
         """GELU by its tanh formula."""
         cubed = graph.op("Mul", graph.op("Mul", value, value), value)
         inner = graph.op("Add", value, graph.op("Mul", cubed, graph.floats(0.044715)))
-        turned = graph.op("Tanh", graph.op("Mul", inner, graph.floats(sqrt(2 / pi))))
-        return graph.op("Mul", graph.op("Mul", value, graph.floats(0.5)), graph.op("Add", turned, graph.floats(1)))
+        tanh = graph.op("Tanh", graph.op("Mul", inner, graph.floats(sqrt(2 / pi))))
+        return graph.op("Mul", graph.op("Mul", value, graph.floats(0.5)), graph.op("Add", tanh, graph.floats(1)))
 
     def _attention(self, rows: tuple[str, str], layer: int, weights: BlockWeights, cache: CacheNames, present: CacheNames | None) -> str:
         graph, model = self._graph, self._model
@@ -101,7 +101,7 @@ class StaticBlocks(Blocks):
             self._new_rows[cache.key] = present
         apart = self._by_heads(query, model.heads, model.head_dim_of(layer))
         query = self.norm(apart, graph.weight(weights.norms["self_attn.q_norm"]))
-        return self._attended(self._turned(query, layer), layer, cache, self._new_rows.get(cache.key))
+        return self._attended(self._rotated(query, layer), layer, cache, self._new_rows.get(cache.key))
 
     def keys_and_values(self, normed: str, layer: int, weights: BlockWeights, present: CacheNames) -> None:
         """Outputs the K and V of a layer from its normed input [1, rows, hidden_size]; the rest of the layer is not computed."""
@@ -112,13 +112,13 @@ class StaticBlocks(Blocks):
         graph, kv_heads, head_dim = self._graph, self._model.kv_heads_of(layer), self._model.head_dim_of(layer)
         key = self.norm(self._by_heads(own[0], kv_heads, head_dim), graph.weight(weights.norms["self_attn.k_norm"]))
         value = self._unweighted_norm(self._by_heads(own[-1], kv_heads, head_dim))
-        graph.op("Transpose", self._turned(key, layer), perm=[0, 2, 1, 3], name=present.key)
+        graph.op("Transpose", self._rotated(key, layer), perm=[0, 2, 1, 3], name=present.key)
         graph.op("Transpose", value, perm=[0, 2, 1, 3], name=present.value)
 
     def _by_heads(self, value: str, heads: int, head_dim: int) -> str:
         return self._graph.op("Reshape", value, self._graph.integers([1, self._shape.rows, heads, head_dim]))
 
-    def _turned(self, value: str, layer: int) -> str:
+    def _rotated(self, value: str, layer: int) -> str:
         """Rotary embedding of value [1, rows, heads, head_dim]."""
         graph, inputs = self._graph, self._static_inputs[self._model.layer_types[layer]]
         half = self._model.head_dim_of(layer) // 2

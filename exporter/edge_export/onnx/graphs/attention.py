@@ -49,7 +49,7 @@ class KvFormat:
         """The type of the buffers."""
         return KV_TYPES[self.kind]
 
-    def widened(self, graph: GraphBuilder, rows: str, layer: int, part: int) -> str:
+    def to_float32(self, graph: GraphBuilder, rows: str, layer: int, part: int) -> str:
         """Converts stored rows [1, 1, n, head_dim] of an owning layer to float32; `part` is 0 for keys, 1 for values."""
         if self.kind == "f32":
             return rows
@@ -57,13 +57,13 @@ class KvFormat:
             return graph.op("Cast", rows, to=1)
         return graph.op("DequantizeLinear", rows, graph.weight(self.scales[layer][part]), axis=3)
 
-    def kept(self, graph: GraphBuilder, rows: str, layer: int, part: int, name: str) -> str:
+    def to_stored(self, graph: GraphBuilder, rows: str, layer: int, part: int, name: str) -> str:
         """Converts float32 `rows` [1, 1, n, head_dim] to the stored type as `name`. Returns them converted back, as they will be read."""
         if self.kind == "f16":
             graph.op("Cast", rows, name=name, to=10)
         else:
             graph.op("QuantizeLinear", rows, graph.weight(self.scales[layer][part]), name=name, axis=3, output_dtype=3)
-        return self.widened(graph, name, layer, part)
+        return self.to_float32(graph, name, layer, part)
 
 
 FLOAT_ROWS = KvFormat(kind="f32")
@@ -91,7 +91,7 @@ def fit_scales(
 
     `stored_rows` holds int8 rows [kv_heads, n, head_dim] by buffer name. They were stored with the first scales, which the file has now.
     """
-    turned = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
+    rotated_pairs = {rotation.kind: rotation.rotated_pairs for rotation in rotations}
     with data.open("r+b") as file:
         for buffer in buffers:
             for part, name in enumerate((buffer.key, buffer.value)):
@@ -99,7 +99,7 @@ def fit_scales(
                 file.seek(stored.offset)
                 old = np.frombuffer(file.read(stored.length), np.float32).reshape(buffer.kv_heads, 1, buffer.head_dim)
                 rows = stored_rows[name].astype(np.float32) * old
-                largest = _amplitudes(rows, turned[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
+                largest = _amplitudes(rows, rotated_pairs[buffer.kind]) if part == 0 else np.abs(rows).max(axis=1)
                 # `stored_rows` have the resolution of the first scales, so an amplitude below one of their levels cannot be trusted.
                 scales = np.maximum(largest * _HEADROOM, old[:, 0]) / _LEVELS
                 file.seek(stored.offset)
@@ -180,7 +180,7 @@ def declare_caches(
         on_rows = reads_rows(target, layer, drafter=drafter)
         shape = cache_shape(target, layer, f"rows_of_{LAYER_KINDS[target.layer_types[layer]]}" if on_rows else None)
         names = [graph.input(f"{word}.{layer}", kv.type, shape) for word in ("key", "value")]
-        key, value = [kv.widened(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
+        key, value = [kv.to_float32(graph, name, layer, part) for part, name in enumerate(names)] if on_rows else names
         declared[layer] = CacheNames(key=key, value=value, owner=layer, on_rows=on_rows)
     return declared
 
@@ -230,7 +230,7 @@ class Attention:
         self._kv = kv
         self._own: dict[str, CacheNames] = {}
         # The outputs of layers that only read a buffer, and its owner; the operator requires them for int8 (see _grouped).
-        self.again: dict[str, int] = {}
+        self.unused_outputs: dict[str, int] = {}
         # The rows that the current layer's queries are for; None for all rows.
         self.read: ReadRows | None = None
 
@@ -275,7 +275,7 @@ class Attention:
             if not outputs:
                 # The operator requires these outputs even if nothing is written.
                 outputs = [f"present_{word}.{cache.owner}@{layer}" for word in ("key", "value")]
-                self.again |= dict.fromkeys(outputs, cache.owner)
+                self.unused_outputs |= dict.fromkeys(outputs, cache.owner)
         rows, buffers = [query, key, value], [cache.key, cache.value, inputs.last_row, inputs.rows, inputs.cosine, inputs.sine]
         # The project's kernels support only float32 rows.
         kind = None if kv.kind != "f32" else "AttendBuffers" if new else "ReadBuffers"
@@ -296,22 +296,22 @@ class Attention:
         """Emits a layer's own keys and values as the new rows `present`."""
         named = self._kv.kind == "f32"
         rows = (
-            self._turned(new[0], layer, 1, "position_ids", name=present.key if named else None),
+            self._rotated(new[0], layer, 1, "position_ids", name=present.key if named else None),
             self._as_rows(new[1], layer, present.value if named else None),
         )
         if not named:
             key, value = (
-                self._kv.kept(self._graph, row, layer, part, name)
+                self._kv.to_stored(self._graph, row, layer, part, name)
                 for part, (row, name) in enumerate(zip(rows, (present.key, present.value), strict=True))
             )
             self._own[present.key] = CacheNames(key=key, value=value, owner=layer, on_rows=True)
 
-    def _turned(self, value: str, layer: int, heads: int, positions: str, *, name: str | None = None) -> str:
+    def _rotated(self, value: str, layer: int, heads: int, positions: str, *, name: str | None = None) -> str:
         """Applies the rotary embedding to [1, T, heads x head_dim]; returns [1, 1, T x heads, head_dim]."""
         graph, model = self._graph, self._model
         inputs = self._inputs[model.layer_types[layer]]
-        turned = graph.op("RotaryEmbedding", value, positions, inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
-        return graph.op("Reshape", turned, graph.integers([1, 1, -1, model.head_dim_of(layer)]), name=name)
+        rotated = graph.op("RotaryEmbedding", value, positions, inputs.cosine, inputs.sine, domain=CONTRIB, num_heads=heads)
+        return graph.op("Reshape", rotated, graph.integers([1, 1, -1, model.head_dim_of(layer)]), name=name)
 
     def _as_rows(self, value: str, layer: int, name: str | None) -> str:
         """Reshapes [1, T, head_dim] to [1, 1, T, head_dim]."""
@@ -320,13 +320,13 @@ class Attention:
     def on_rows(self, query: str, layer: int, past: CacheNames, new: CacheNames | None) -> str:
         """Attention to all rows of `past`, and to the rows of `new` up to each query's position."""
         graph, model = self._graph, self._model
-        turned = self._turned(query, layer, model.heads, self._positions)
+        rotated = self._rotated(query, layer, model.heads, self._positions)
         if new is None:
-            scores = graph.op("FusedMatMul", turned, past.key, domain=CONTRIB, transB=1)
+            scores = graph.op("FusedMatMul", rotated, past.key, domain=CONTRIB, transB=1)
             attended = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), past.value)
         else:
             new, attended = self._own.get(new.key, new), graph.fresh("attended")
-            inputs = [turned, past.key, past.value, new.key, new.value, self._positions, "position_ids"]
+            inputs = [rotated, past.key, past.value, new.key, new.value, self._positions, "position_ids"]
             with graph.kernel("AttendRows", inputs, [attended], num_heads=model.heads) as body:
                 _attend_rows(body, model.heads)
         return graph.op("Reshape", attended, graph.integers([1, -1, model.heads * model.head_dim_of(layer)]))

@@ -140,7 +140,7 @@ def _layers(graph: GraphBuilder, target: TargetWeights, kv: KvFormat, embedded: 
     for layer, names in presents.items():
         for name in (names.key, names.value):
             graph.output(name, kv.type, cache_shape(model, layer, "tokens" if names.on_rows else None))
-    for name, owner in blocks.attends.again.items():
+    for name, owner in blocks.attends.unused_outputs.items():
         graph.output(name, kv.type, cache_shape(model, owner, None))
     return hidden.normed
 
