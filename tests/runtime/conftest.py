@@ -1,4 +1,4 @@
-"""The reference pair as GGUF files, made once by the exporter's own writer."""
+"""The reference pair as files: its checkpoints, and the float16 GGUF files of its bundle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kept import PAIR, kept
+from edge_runtime.bundle.bundle import open_bundle
+from kept import PAIR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,27 +23,7 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference_pair() -> Reference:
-    pytest.importorskip("llama_cpp", reason="needs edge-mtp[llama]")
-    pytest.importorskip("gguf", reason="needs edge-mtp[export]")
-    folder = kept("gguf", {}, _write_pair)
-    return Reference(
-        target_checkpoint=PAIR / "target",
-        drafter_checkpoint=PAIR / "drafter",
-        target=folder / "target.gguf",
-        drafter=folder / "drafter.gguf",
-        head=folder / "head.gguf",
-    )
-
-
-def _write_pair(folder: Path) -> None:
-    from edge_export.checkpoint.checkpoint import open_checkpoint
-    from edge_export.checkpoint.tokenizer_vocabulary import read_vocabulary
-    from edge_export.gguf.writer import plan_gguf, write_head
-
-    folder.mkdir()
-    vocabulary = read_vocabulary(PAIR / "target")
-    for role in ("target", "drafter"):
-        plan_gguf(open_checkpoint(PAIR / role), "f16", vocabulary).write(folder / f"{role}.gguf", lambda _: None)
-    drafter = open_checkpoint(PAIR / "drafter")
-    write_head(drafter, folder / "drafter.gguf", folder / "head.gguf")
+def reference_pair(exported_pair: Path) -> Reference:
+    path = open_bundle(exported_pair).path
+    files = {"target": path("target"), "drafter": path("drafter"), "head": path("drafter_head")}
+    return Reference(target_checkpoint=PAIR / "target", drafter_checkpoint=PAIR / "drafter", **files)
