@@ -52,11 +52,10 @@ class Body(NamedTuple):
 
 
 class GraphBuilder:
-    """A graph being built. A value is represented by its name. A subgraph can use values of its outer graph; the outermost graph holds all
-    weights.
+    """A graph being built. A value is represented by its name.
 
-    With `kernels`, the graph uses the operators of the runtime's kernels: products with block-quantized weights, and the operations between
-    these products.
+    A subgraph can use values of its outer graph. The outermost graph holds all weights. With `kernels`, the graph uses the operators of the
+    runtime's kernels: products with block-quantized weights, and the operations between these products.
     """
 
     opset, ir_version = OPSET, IR_VERSION

@@ -241,8 +241,10 @@ class Attention:
     def on_buffers(
         self, query: str, new: tuple[str, str] | None, layer: int, cache: CacheNames, present: CacheNames | None, window: int
     ) -> str:
-        """Attention to the buffers of the layer `cache.owner`. `new` keys and values, if any, are written into the buffers first. The
-        result of this write is named `present`."""
+        """Attention to the buffers of the layer `cache.owner`.
+
+        `new` keys and values, if any, are written into the buffers first. The buffers are then named `present`.
+        """
         if self.read is not None and new is not None:
             assert present is not None
             # The operator writes as many rows as it has queries, but here there are fewer queries than new rows. So a first call passes the
