@@ -432,6 +432,7 @@ def tune(request: TuningRequest, notify: Callable[[str], None]) -> DrafterTuning
         steps=state.steps,
         minutes=state.seconds / 60,
         draft_length=DRAFT_LENGTH,
+        acceptance_before=before.rate,
         acceptance=after.rate,
     )
 

@@ -31,6 +31,7 @@ FROM_ZERO = frozenset(
         "per_layer_size",
         "rotated_pairs",
         "draft_length",
+        "acceptance_before",
         "layer",
         "owner_layers",
         "layer_owners",
@@ -163,8 +164,8 @@ class ImportanceSource:
 class DrafterTuning:
     """How the drafter was tuned (`edge-export pair --tune-drafter`): on the user's text, and on what the target wrote after parts of it.
 
-    `acceptance` is measured with drafts of `draft_length` tokens on text that tuning did not see. The original drafter had a lower one, or
-    it would have stayed.
+    The acceptances are those of drafts of `draft_length` tokens on text that tuning did not see, with the original drafter
+    (`acceptance_before`) and with the tuned one.
     """
 
     name: str
@@ -174,6 +175,7 @@ class DrafterTuning:
     steps: int
     minutes: float
     draft_length: int
+    acceptance_before: float
     acceptance: float
 
 
