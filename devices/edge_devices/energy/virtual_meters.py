@@ -25,8 +25,8 @@ from edge_devices.meters.search import choose_meter
 MIN_FIT = 0.5  # the least share of the power's variance that the steps must explain
 MAX_RIVAL_SHARE = 0.9  # another offset may have at most this share of the best fit
 MAX_RECORDING_S = 6 * 3600.0
-PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1  # a counter paused in a gap of at least this length in which it counted less than this
-# share of the mean power
+# A counter paused in a gap of more than these seconds and readings if it counted less than this share of the mean power there.
+PAUSE_S, PAUSE_READINGS, PAUSE_SHARE = 5.0, 20, 0.1
 Span = tuple[float, float]  # seconds
 FloatArray = NDArray[np.float64]
 

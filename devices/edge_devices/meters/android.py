@@ -377,5 +377,11 @@ SOURCES = (
         preference=Preference.BATTERY,
         commands=(("dumpsys", "battery"), CURRENT_QUERY, MAKER_QUERY),
     ),
-    MeterSource(name=SYSFS, find=find_sysfs_gauge, preference=Preference.BATTERY, files=SUPPLY_FILES, commands=(MAKER_QUERY,)),
+    MeterSource(
+        name=SYSFS,
+        find=find_sysfs_gauge,
+        preference=Preference.BATTERY,
+        files=SUPPLY_FILES,
+        commands=(("dumpsys", "battery"), MAKER_QUERY),
+    ),
 )

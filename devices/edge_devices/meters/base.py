@@ -140,8 +140,8 @@ class MeterSource:
     """One kind of meter. `find` lists those of a machine as usable, present but not usable, or absent.
 
     It lists none on a system that cannot have them. `name` is the meter's name, or the beginning of its meters' names; it is reported if
-    `find` raises MeterError or OSError. `files` are patterns below the root, and `commands` are lists of words. They are everything that
-    `find` and its meters read, so that a snapshot of a remote device can include it.
+    `find` raises MeterError or OSError. `files` are patterns below the root, and `commands` are lists of words: all that `find` and its
+    meters read from files, and from commands without input. A snapshot of a remote device holds these.
     """
 
     name: str

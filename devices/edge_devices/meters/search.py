@@ -9,7 +9,7 @@ from edge_devices.machine.system import System
 from edge_devices.meters import android, apple, linux, nvml, windows_emi
 from edge_devices.meters.base import Finding, Meter, MeterState, Preference, Scope, present
 
-# Sorted by preference. Sources of equal preference keep the modules' order, which rarely matters, as few machines have two of them.
+# Sorted by preference. Among sources of equal preference, those that come first here, and first in their module, are preferred.
 _LISTED = (*linux.SOURCES, *windows_emi.SOURCES, *android.SOURCES, *apple.SOURCES, *nvml.SOURCES)
 SOURCES = tuple(sorted(_LISTED, key=lambda source: source.preference))
 BATTERY_METERS = tuple(source.name for source in SOURCES if source.preference is Preference.BATTERY)

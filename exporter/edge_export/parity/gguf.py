@@ -96,7 +96,7 @@ def measure_parity(
 def encoder_parity(
     reference: Reference, target: Path, encoder: Path, inputs: MediaInputs, *, quantization: str, limit: float
 ) -> dict[str, Any]:
-    """Compares an encoder's file and returns the figures. The target is opened too, as llama.cpp needs it. Raises ParityError beyond `limit`."""
+    """Compares an encoder's file and returns the figures. llama.cpp needs the target too. Raises ParityError beyond `limit`."""
 
     def encode(media: Sequence[Media]) -> list[Rows]:
         from edge_runtime.backends.llama.context import LlamaOptions

@@ -84,8 +84,10 @@ def accept_by_block(
     On average at least as many drafts are accepted as by judging them one by one (arXiv 2211.17192, algorithm 1), because a likely token
     after an unlikely one can save both. With the target's p and the drafter's q, the first i drafts have s_i = min(1, s_{i-1} p_i(x_i) /
     q_i(x_i)). The longest prefix that passes is accepted: all n drafts pass with probability s_n, the first i drafts with probability
-    w_i / (w_i + 1 - s_i), where w_i is the sum of max(s_i p_{i+1} - q_{i+1}, 0). The next token is drawn in proportion to these terms. The
-    number of drafts may depend on the drafts themselves. Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
+    w_i / (w_i + 1 - s_i), where w_i is the sum of max(s_i p_{i+1} - q_{i+1}, 0). The next token is drawn in proportion to these terms, or
+    from p if all n drafts passed. The number of drafts may depend on the drafts themselves.
+
+    Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2.
     """
     rows, shares = [], [1.0]
     for position, draft in enumerate(drafts):

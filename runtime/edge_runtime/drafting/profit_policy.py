@@ -176,7 +176,7 @@ class Profit:
         self._forecast = model.forecast(longest)
         self._until_refresh = 0
         self._is_new = True  # no round was observed yet
-        self._has_news = True  # rounds with drafts were observed since forecast and costs were computed
+        self._has_news = True  # forecast and costs were not yet computed, or rounds with drafts were observed since
         self._stale = True  # the reference rate must be updated before the next plan
         self._requests = self._priced_requests = 1  # of the next round, and those that `_row_costs` are for
         self._cheapest_rows = [0] * (self._max_rows + 1)  # by number of drafts, how many rows after the first one cost least

@@ -155,9 +155,8 @@ class MemoryPlan:
     - `process`: the process itself; `code` of it is mapped from libraries.
     - `weights`: mapped files. `given_back` of them are released once they are repacked. `tables` of them are embedding tables, of which a
       token reads only one row, so most of their pages stay on the disk.
-    - `repacked`: repacked copies of weights. `mapped_copies` of them are mapped from the packed cache, so that the system can drop them
-    too;
-      that is all but the drafter's.
+    - `repacked`: repacked copies of weights. `mapped_copies` of them are mapped from the packed cache, so that the system can drop
+      them too; that is all but the drafter's.
     - `cache`: K/V rows.
     - `buffers`: activations and logits; `prompts` of it is used only by a prompt of many rows.
     """

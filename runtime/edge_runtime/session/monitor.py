@@ -25,7 +25,7 @@ _REPR_CHARACTERS = 40
 
 @dataclass
 class DecodeStats:
-    """Counts of one request. `lengths` counts rounds by their numbers of drafted and accepted tokens.
+    """Counts of one request. `lengths` counts rounds by their numbers of verified drafts and of accepted ones.
 
     `reused_tokens` of the prompt were already in the cache. Times are in seconds: `prefill_seconds` until the prompt is in the cache,
     `first_token_seconds` from the request until the first emitted token, `decode_seconds` from the end of the prefill until the last

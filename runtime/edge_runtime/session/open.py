@@ -107,8 +107,9 @@ class _PairLoader:
     def choose_backend(self, count: int) -> BackendChoice:
         """Returns the backend that the options require; if several fit, the faster one by measurements, or else by computed costs.
 
-        A bundle with media, or a drafter that is a model, takes the first fitting backend without comparing speeds. With the device "auto",
-        all accelerators are compared too, and only those that compute what the CPU does can be chosen.
+        With the device "auto", accelerators are compared too, and only those that compute what the CPU does can be chosen. On a machine
+        without accelerators, a bundle with media, or a drafter model that the options or settings name, takes the first fitting backend
+        without comparing speeds.
         """
         options, settings = self.options, self.settings
         fitting = fitting_backends(self._request(count), options.backend)

@@ -51,7 +51,7 @@ _FEWEST_ROWS, _ROUTED_MEDIAN_LIMIT = 8, 0.08
 # nats. The same must hold at each draft position where at least the last number of drafts are compared. A wrong draft costs time, but
 # never changes the text.
 _SAME_DRAFTS, _TIE, _FEWEST_DRAFTS = 0.2, 1.0, 4
-# How many rows are checked for NaN, with those that are compared, and the most seconds for the additional ones.
+# How many rows are checked for NaN and infinity, with those that are compared, and the most seconds for the additional ones.
 _ROWS, _SECONDS = 1100, 5.0
 
 
@@ -213,7 +213,7 @@ def allowed_loss(parity: object, *, rounded: bool) -> float:
 
 
 def _rows(target: Target, longest: int, draft: Callable[[int], None]) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yields the parts of the text with their rows, which the next part may overwrite. Calls `draft` after the verifies of each width."""
+    """Yields the parts of the text with their rows, which the next part may overwrite. Calls `draft` after the verify of each width."""
     text, other = _text(1), _text(2)
     target.rollback(0)
     target.prefill(text[:_PROMPT])

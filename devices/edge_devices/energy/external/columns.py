@@ -64,11 +64,10 @@ _SECOND_LINES = frozenset(("usb", "aux"))  # lines beside the supply, used only 
 _OTHER_UNITS = frozenset(
     ("c", "f", "hz", "khz", "mhz", "ghz", "rpm", "va", "kva", "var", "ah", "mah", "ohm", "db", "dbm", "ticks", "samples", "count")
 )
-_NUMBERED = frozenset(("phase", "channel", "ch", "port", "probe", "line", "sensor", "device", "output", "input"))  # a letter after these is
-# a name: "Phase A" is not amperes
-COARSE = frozenset(
-    unit for unit in UNITS["energy"] if unit.endswith("wh")
-)  # these have steps of several joules, so a column of watts is preferred
+# A letter after one of these is a name: "Phase A" is not amperes.
+_NUMBERED = frozenset(("phase", "channel", "ch", "port", "probe", "line", "sensor", "device", "output", "input"))
+# Units with steps of several joules; a column of watts is preferred to them.
+COARSE = frozenset(unit for unit in UNITS["energy"] if unit.endswith("wh"))
 MARKS = {"comma": ",", "point": "."}
 COLUMNS_HELP = (
     "Columns of the --external table, if they are not recognised: time=, voltage=, current=, power= or energy=NAME (or its number from 1),"

@@ -289,8 +289,8 @@ GLITCH_ROWS = 5  # if a counter returns to its value within this number of rows,
 NOISE_SHARE = 0.01  # share of the figures' sum that may have the other sign
 MAX_MISSING_SHARE = 0.25
 MAINS_VOLTS = 80.0
-SAME_TIME_SHARE, UNLIKE = 0.8, 0.1  # share of rows that come in equal groups of one time, and by how much the means of the places in a
-# group may differ
+# The share of rows that come in equal groups of one time, and by how much the means of the places in a group may differ.
+SAME_TIME_SHARE, UNLIKE = 0.8, 0.1
 
 
 def plausible(watts: float, *, stated: bool) -> bool:
