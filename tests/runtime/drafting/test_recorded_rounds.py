@@ -20,10 +20,12 @@ from statistics import geometric_mean
 import pytest
 
 from edge_devices.files.typed_json import from_json
+from edge_runtime.decoding.loop import Decoding, decode
 from edge_runtime.drafting.acceptance_model import AcceptanceModel
 from edge_runtime.drafting.cost_model import MAX_ROWS, CostCurve, MeasuredCosts
 from edge_runtime.drafting.policies import DraftLengthPolicy, Fixed, PolicyOptions, RoundResult, Timing, policy_kind
 from edge_runtime.drafting.profit_policy import Profit
+from scripted import VOCABULARY, ScriptedDrafter, ScriptedTarget, next_token
 
 DATA = Path(__file__).parents[2] / "data"
 # Replays of a load begin at so many moments of it.
@@ -112,6 +114,33 @@ def one_round(policy: DraftLengthPolicy, place: Place, length: int, left: int, *
     timing = Timing(length=length, steps=drafted, draft_seconds=draft_seconds, rows=rows, verify_seconds=verify_seconds)
     policy.observe(RoundResult(verified, accepted, left_out_right, timing))
     return accepted + 1, draft_seconds + verify_seconds
+
+
+class Watched(Fixed):
+    """A fixed length that keeps the results of its rounds, without their seconds."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.results: list[RoundResult] = []
+
+    def observe(self, result: RoundResult) -> None:
+        assert result.timing is not None
+        self.results.append(result._replace(timing=result.timing._replace(draft_seconds=0.0, verify_seconds=0.0)))
+
+
+@pytest.mark.parametrize("length", [0, 3, 7])
+def test_rounds_of_a_fixed_length_come_out_as_in_the_loop(length: int) -> None:
+    """A replay whose rounds differ from the loop's would say nothing about a session."""
+    wrong = {4, 6, 7, 17, 30}  # the positions of wrong drafts: some rounds keep all drafts, some none.
+    target, in_loop, in_replay = ScriptedTarget(), Watched(length), Watched(length)
+    drafter = ScriptedDrafter(target, lambda context, _: (next_token(context) + (len(context) in wrong)) % VOCABULARY)
+    rounds = list(decode(target, drafter, Decoding(target, 1, in_loop, max_tokens=40)))
+    assert sum(len(item.tokens) for item in rounds) == 40
+    # Before the text there is one token. The draft after `emitted` others has position `emitted + 1`.
+    accepted = [next((n for n in range(12) if emitted + 1 + n in wrong), 12) for emitted in range(40)]
+    text = Text("code", tuple(Place((1.0,) * 12, right) for right in accepted))
+    assert replayed(in_replay, [text], lambda *_: (0.0, 1.0)) == {"code": 40 / len(rounds)}
+    assert in_replay.results == in_loop.results
 
 
 def speed_up(make: Callable[[], DraftLengthPolicy], texts: Sequence[Text], load: RecordedLoad) -> float:
