@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edge_devices.errors import LinkError, TransportError
 from edge_devices.machine.system import CommandResult
 from edge_devices.remote import file_sync as tree
-from edge_devices.remote.jobs import JobState, poll_job, remove, running_job, start_job, stop_job
+from edge_devices.remote.jobs import BOOT_ID, LIVE, JobState, poll_job, remove, running_job, start_job, stop_job
 from edge_devices.remote.transport import AdbTransport, FramedCommand, SshTransport, Transport, frame_command, prepare_folder, shell
 from fake_adbd import FakeAdbd
 from local_transport import LocalTransport
@@ -270,6 +270,24 @@ def test_a_lock_that_was_left_behind_holds_nobody_up(transport: Transport, stale
     start_job(transport, f"{runs}/next", ["sleep", "60"])
     assert running_job(transport) == f"{runs}/next"
     stop_job(transport, f"{runs}/next")
+
+
+# The file names a starting shell that is gone: no process has such a number. While that shell is looked for, the file comes to name the
+# job's own process, which here is the looking shell itself.
+HANDED_OVER = f"""{LIVE}
+job="$1"; mkdir -p "$job"; cat {BOOT_ID} > "$job/boot" 2>/dev/null
+echo "99999999 1" > "$job/pid"
+live "$job" && echo "live before"
+kill() {{ test "$2" = $$ || {{ echo "$$ $(born $$)" > "$job/pid"; return 1; }}; }}
+live "$job" && echo live
+exit 0
+"""
+
+
+@pytest.mark.parametrize("transport", ["local", "adb"], indirect=True, ids="on {}".format)
+def test_a_job_that_is_handed_over_during_a_look_is_live(transport: Transport) -> None:
+    """Else another one would take the device's lock."""
+    assert shell(transport, HANDED_OVER, f"{prepare_folder(transport)}/job") == "live\n"
 
 
 def test_of_several_that_start_at_once_one_runs(tmp_path: Path) -> None:
