@@ -19,10 +19,7 @@ import pytest
 import edge_runtime
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (
-    *(".", "docs", "docs/design", "examples", "scripts", ".github", ".github/ISSUE_TEMPLATE"),
-    "exporter/edge_export/reference_pair",
-)
+FOLDERS = ". docs docs/design examples scripts .github .github/ISSUE_TEMPLATE exporter/edge_export/reference_pair".split()
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 FENCES = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 PACKAGES = {"edge_devices": "devices", "edge_export": "exporter", "edge_runtime": "runtime"}

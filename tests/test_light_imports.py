@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {
-    *("torch", "transformers", "onnx", "onnxruntime", "llama_cpp", "gguf", "tokenizers", "rich", "huggingface_hub", "jinja2"),
-    *("llguidance", "starlette", "uvicorn", "PIL", "soundfile"),
-}
+HEAVY = set(
+    """
+    torch transformers onnx onnxruntime llama_cpp gguf tokenizers rich huggingface_hub jinja2 llguidance starlette
+    uvicorn PIL soundfile
+    """.split()
+)
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,12 +15,11 @@ from edge_runtime.session.session import Session
 from edge_runtime.text.chat_template import ROLE
 from scripted import MANIFEST, CopiedRows, ScriptedDrafter, ScriptedTarget, make_session, one_hot
 
-CONTROL = (
-    *("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>"),
-    *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>', "<unk>", "<mask>", "[multimodal]"),
-    *("[@BOS@]", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>", "<|image>", "<|image|>", "<image|>"),
-    *("<|audio>", "<|audio|>", "<audio|>", "<|video|>"),
-)
+CONTROL = """
+    <pad> <eos> <bos> <|turn> <turn|> <|think|> <|channel> <channel|> <|tool> <tool|> <|tool_call> <tool_call|>
+    <|tool_response> <tool_response|> <|"|> <unk> <mask> [multimodal] [@BOS@] <start_of_turn> <end_of_turn>
+    <start_of_image> <image_soft_token> <|image> <|image|> <image|> <|audio> <|audio|> <audio|> <|video|>
+""".split()
 # As long and as winding as published ones: macros, namespaces, tools, calls and their results, thoughts stripped from history.
 GEMMA_LIKE = """
 {%- macro quoted(value) -%}

@@ -33,21 +33,23 @@ from pictures import SCENES, photo, picture_bundle
 sys.modules.setdefault("wget", types.ModuleType("wget"))  # which loads models from a hub
 sys.path.insert(0, str(Path.cwd()))
 FOLDER = "EDGE_MTP_SUITE_FOLDER"
-FILES = (
-    *("test_basic.py", "test_chat_completion.py", "test_compat_anthropic.py", "test_compat_oai_responses.py", "test_ctx_shift.py"),
-    *("test_ignore_eos.py", "test_security.py", "test_tokenize.py", "test_tool_call.py", "test_vision_api.py"),
-)
+FILES = """
+    test_basic.py test_chat_completion.py test_compat_anthropic.py test_compat_oai_responses.py test_ctx_shift.py
+    test_ignore_eos.py test_security.py test_tokenize.py test_tool_call.py test_vision_api.py
+""".split()
 # The cases that clients of both servers meet: these, and those of Anthropic's API. Others are about what llama-server alone has.
-_MET = {
-    *("test_chat_completion", "test_chat_completion_cached_tokens", "test_chat_completion_stream"),
-    *("test_chat_completions_token_count", "test_chat_template_assistant_prefill"),
-    *("test_chat_template_continue_final_message_mutual_exclusion", "test_chat_template_continue_final_message_vllm_compat"),
-    *("test_completion_with_invalid_grammar", "test_completion_with_response_format", "test_context_size_exceeded"),
-    *("test_context_size_exceeded_stream", "test_correct_api_key", "test_correct_api_key_anthropic_header", "test_cors_options"),
-    *("test_cors_origins_localhost_reflects", "test_ctx_shift_disabled_long_prompt", "test_ignore_eos_false_no_logit_bias"),
-    *("test_ignore_eos_populates_logit_bias", "test_invalid_chat_completion_req", "test_openai_library_correct_api_key"),
-    *("test_server_models", "test_tokenize_detokenize", "test_vision_chat_completion", "test_vision_chat_completion_token_count"),
-}
+_MET = set(
+    """
+    test_chat_completion test_chat_completion_cached_tokens test_chat_completion_stream
+    test_chat_completions_token_count test_chat_template_assistant_prefill
+    test_chat_template_continue_final_message_mutual_exclusion test_chat_template_continue_final_message_vllm_compat
+    test_completion_with_invalid_grammar test_completion_with_response_format test_context_size_exceeded
+    test_context_size_exceeded_stream test_correct_api_key test_correct_api_key_anthropic_header test_cors_options
+    test_cors_origins_localhost_reflects test_ctx_shift_disabled_long_prompt test_ignore_eos_false_no_logit_bias
+    test_ignore_eos_populates_logit_bias test_invalid_chat_completion_req test_openai_library_correct_api_key
+    test_server_models test_tokenize_detokenize test_vision_chat_completion test_vision_chat_completion_token_count
+    """.split()
+)
 _NATIVE = "its own /completion repeats the settings of a request, and the other APIs do not"
 _PARTS = "texts of one message follow each other, as Gemma's template has them; there an empty line is put between"
 # Why a case that clients meet differs, by the beginning of its name.

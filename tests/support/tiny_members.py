@@ -18,10 +18,7 @@ from kept import kept
 
 VOCABULARY = 512
 CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>", "<|think|>"]
-VISIBLE = [
-    *("<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
-    '<|"|>',
-]
+VISIBLE = '<|channel> <channel|> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|"|>'.split()
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<|turn>' + m['role'] + '\\n' + m['content'] + '<turn|>\\n' }}{% endfor %}"
 SLIDING, FULL = "sliding_attention", "full_attention"
 

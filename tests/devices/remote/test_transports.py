@@ -23,8 +23,19 @@ from phones import Desk
 from polling import wait
 
 AWKWARD = [
-    *("plain", "", "with space", "it's", '"quoted"', "$HOME `id` $(id)", "back\\slash", "* ? [a]", "a\nb", "-n", "ünïcödé 漢字"),
-    *("; exit 3", "%s%n"),
+    "plain",
+    "",
+    "with space",
+    "it's",
+    '"quoted"',
+    "$HOME `id` $(id)",
+    "back\\slash",
+    "* ? [a]",
+    "a\nb",
+    "-n",
+    "ünïcödé 漢字",
+    "; exit 3",
+    "%s%n",
 ]
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20), max_size=4)
 

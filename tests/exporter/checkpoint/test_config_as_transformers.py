@@ -49,11 +49,11 @@ READ: dict[str, dict[str, Any]] = {
     "no layer types": {"layer_types": None},
     **{
         f"no {name}": {name: "missing"}
-        for name in (
-            *("head_dim", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "sliding_window"),
-            *("max_position_embeddings", "rms_norm_eps", "num_kv_shared_layers", "final_logit_softcapping", "hidden_activation"),
-            *("attention_bias", "use_double_wide_mlp", "enable_moe_block", "vocab_size_per_layer_input", "attention_k_eq_v"),
-        )
+        for name in """
+            head_dim num_attention_heads num_key_value_heads hidden_size intermediate_size sliding_window
+            max_position_embeddings rms_norm_eps num_kv_shared_layers final_logit_softcapping hidden_activation
+            attention_bias use_double_wide_mlp enable_moe_block vocab_size_per_layer_input attention_k_eq_v
+        """.split()
     },
 }
 REFUSED = {

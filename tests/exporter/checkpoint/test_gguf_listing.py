@@ -9,15 +9,15 @@ import pytest
 
 from edge_export.checkpoint.hub import drafter_file, target_file
 
-UNSLOTH = [
-    *("gemma-4-E2B-it-BF16.gguf", "gemma-4-E2B-it-Q4_0.gguf", "gemma-4-E2B-it-Q4_K_M.gguf", "gemma-4-E2B-it-Q8_0.gguf"),
-    *("gemma-4-E2B-it-UD-Q4_K_XL.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf", "mtp-gemma-4-E2B-it.gguf"),
-]
-LARGE = [
-    *("BF16/gemma-4-26B-A4B-it-BF16-00001-of-00002.gguf", "BF16/gemma-4-26B-A4B-it-BF16-00002-of-00002.gguf"),
-    *("MTP/mtp-gemma-4-26B-A4B-it-BF16.gguf", "MTP/mtp-gemma-4-26B-A4B-it-Q8_0.gguf", "gemma-4-26B-A4B-it-Q4_K_M.gguf"),
-    "mtp-gemma-4-26B-A4B-it.gguf",
-]
+UNSLOTH = """
+    gemma-4-E2B-it-BF16.gguf gemma-4-E2B-it-Q4_0.gguf gemma-4-E2B-it-Q4_K_M.gguf gemma-4-E2B-it-Q8_0.gguf
+    gemma-4-E2B-it-UD-Q4_K_XL.gguf mmproj-BF16.gguf mmproj-F16.gguf mtp-gemma-4-E2B-it.gguf
+""".split()
+LARGE = """
+    BF16/gemma-4-26B-A4B-it-BF16-00001-of-00002.gguf BF16/gemma-4-26B-A4B-it-BF16-00002-of-00002.gguf
+    MTP/mtp-gemma-4-26B-A4B-it-BF16.gguf MTP/mtp-gemma-4-26B-A4B-it-Q8_0.gguf gemma-4-26B-A4B-it-Q4_K_M.gguf
+    mtp-gemma-4-26B-A4B-it.gguf
+""".split()
 QAT = ["gemma-4-E2B-it-qat-UD-Q4_K_XL.gguf", "mmproj-F16.gguf", "mtp-gemma-4-E2B-it.gguf"]
 GGML = ["gemma-4-E2B-it-BF16.gguf", "gemma-4-E2B-it-Q4_0.gguf", "gemma-4-E2B-it-Q8_0.gguf", "mmproj-gemma-4-E2B-it-BF16.gguf"]
 GOOGLE = ["gemma-4-E2B_q4_0-it.gguf", "gemma-4-E2B-it-mmproj.gguf"]

@@ -55,8 +55,16 @@ def test_the_table_names_every_file_with_its_size(pair: list[Path], tmp_path: Pa
 @pytest.mark.parametrize(
     "words",
     [
-        *("", "one", "a b --target-quant q3", "a b --context 0", "a b --widened", "a b --save-imatrix .", "a b --tune-minutes 3"),
-        *("a b --calibrate t --imatrix i", "a b --calibrate t --no-calibrate", "a b --calibrate t --save-imatrix no"),
+        "",
+        "one",
+        "a b --target-quant q3",
+        "a b --context 0",
+        "a b --widened",
+        "a b --save-imatrix .",
+        "a b --tune-minutes 3",
+        "a b --calibrate t --imatrix i",
+        "a b --calibrate t --no-calibrate",
+        "a b --calibrate t --save-imatrix no",
     ],
 )
 def test_usage_errors_exit_2(words: str, tmp_path: Path) -> None:

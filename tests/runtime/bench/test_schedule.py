@@ -91,7 +91,15 @@ def test_json_that_is_not_understood_is_no_prompt(tmp_path, name, text, number):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", " \n", "[", "[1]", '[""]', "[]", "3", '{"a": "b"}', '{"": ["b"]}'),
+        "",
+        " \n",
+        "[",
+        "[1]",
+        '[""]',
+        "[]",
+        "3",
+        '{"a": "b"}',
+        '{"": ["b"]}',
         '[{"messages": [{"role": "assistant", "content": "a"}]}]',
         '{"' + "x" * 99 + '": ["b"]}',
         "[" * 5000,
