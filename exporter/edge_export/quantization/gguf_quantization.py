@@ -25,7 +25,7 @@ from edge_export.checkpoint.safetensors import FloatType, StoredTensor, read_row
 from edge_export.errors import ExportError
 from edge_export.gguf.keys import gguf_name
 from edge_export.quantization.importance import Factor, Floats, Importance, Rounded, compensated
-from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TENSOR_TYPES, TYPE_NUMBERS, TensorInfo
+from edge_runtime.bundle.gguf_header import OFFERED, QUANTIZATIONS, TYPE_NUMBERS, TensorInfo, tensor_type
 
 # The float types, which our own converter writes without llama.cpp.
 DIRECT: dict[str, FloatType] = {kind: kind for kind in get_args(FloatType) if kind in OFFERED}
@@ -195,12 +195,12 @@ class BlockType:
     @property
     def weights(self) -> int:
         """The number of weights in a block."""
-        return TENSOR_TYPES[TYPE_NUMBERS[self.name]].weights
+        return tensor_type(self.name).weights
 
     @property
     def bytes(self) -> int:
         """The number of bytes of a block."""
-        return TENSOR_TYPES[TYPE_NUMBERS[self.name]].bytes
+        return tensor_type(self.name).bytes
 
     @property
     def top(self) -> int:

@@ -109,16 +109,17 @@ class Quantization:
 
     def file_bytes(self, weights: int, table_weights: int = 0) -> int:
         """Returns the approximate bytes of a file with `weights` weights, of which `table_weights` are in tables."""
-        bits = sum(share * _named(kind).bits for kind, share in self.matrices)
-        return int(((weights - table_weights) * bits + table_weights * _named(self.tables).bits) / 8)
+        bits = sum(share * tensor_type(kind).bits for kind, share in self.matrices)
+        return int(((weights - table_weights) * bits + table_weights * tensor_type(self.tables).bits) / 8)
 
     def copy_bytes(self, weights: int, head_weights: int) -> int:
         """Returns the approximate bytes of the copies of `weights` matrix weights and of an output head of `head_weights`."""
-        bits = sum(share * _named(kind).copy_bits for kind, share in self.matrices)
-        return int((weights * bits + head_weights * _named(self.tables).copy_bits) / 8)
+        bits = sum(share * tensor_type(kind).copy_bits for kind, share in self.matrices)
+        return int((weights * bits + head_weights * tensor_type(self.tables).copy_bits) / 8)
 
 
-def _named(name: str) -> TensorType:
+def tensor_type(name: str) -> TensorType:
+    """Returns the type with this name, such as "q4_K". Raises KeyError if there is none."""
     return TENSOR_TYPES[TYPE_NUMBERS[name]]
 
 
@@ -177,7 +178,7 @@ BLOCK = 32
 
 def row_bytes(cache: LayerCache, kv_type: KvType) -> int:
     """Returns the bytes of one row of one layer, K and V together."""
-    stored = TENSOR_TYPES[TYPE_NUMBERS[kv_type]]
+    stored = tensor_type(kv_type)
     return 2 * cache.kv_heads * cache.head_dim * stored.bytes // stored.weights
 
 
