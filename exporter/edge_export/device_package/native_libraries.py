@@ -72,19 +72,19 @@ def open_toolchain(cache: Path) -> Toolchain:
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         raise PackageError(f"ziglang, which compiles llama.cpp for the device, is missing; {_NEED_TOOLS}")
-    cmake, ninja = _program_path("cmake", _NEED_TOOLS), _program_path("ninja", _NEED_TOOLS)
+    cmake, ninja = _program_path("cmake"), _program_path("ninja")
     zig = Path(spec.submodule_search_locations[0]) / "zig"
     home = cache / f"llama-cpp-python-{VERSION}-zig-{_zig_version()}"
     home.mkdir(parents=True, exist_ok=True)
     return Toolchain(zig=zig, cmake=cmake, ninja=ninja, home=home, sources=_sources(home))
 
 
-def _program_path(program: str, advice: str) -> str:
-    """Returns the path of a program. Raises PackageError, ending in `advice`, if it is not installed."""
+def _program_path(program: str) -> str:
+    """Returns the path of a build tool. Raises PackageError if it is not installed."""
     # pip installs programs beside Python, and that folder need not be in PATH.
     path = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
     if path is None:
-        raise PackageError(f"{program}, which building the package needs, is missing; {advice}")
+        raise PackageError(f"{program}, which building the package needs, is missing; {_NEED_TOOLS}")
     return path
 
 
