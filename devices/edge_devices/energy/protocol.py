@@ -45,6 +45,7 @@ def busy_load(threads: int = 1) -> Iterator[None]:
 
 TOGGLES = 3
 WINDOW_MARGIN = 1.2  # planned / shortest window: an external meter or a second characterisation may need longer ones
+# The machine is steady if this number of windows in a row agree: within these shares of power and speed, and these degrees.
 SOAK_WINDOWS, SOAK_WATTS, SOAK_SPEED, SOAK_CELSIUS = 3, 0.03, 0.02, 1.0
 MAX_SOAK_S = 600.0
 HALF_REFRESHES, MAX_CHARACTERISE_S = 3, 900.0  # new values per load or rest; seconds, as a slower meter would need hours for a session

@@ -144,7 +144,7 @@ def _lag(trace: Trace, before: float, step: float, after: float) -> float | None
 
 JITTER = 0.3  # share of the interval; without it, readings could synchronize with draft and verify and always hit the same phase
 SLEPT = "the machine slept"  # the beginning of the reason of a fault that no window may contain
-SLEPT_S = 0.5
+SLEPT_S = 0.5  # clocks that differ by less than this have only drifted apart
 # Pairs of clocks, of which the first counts time asleep and the second does not: on Linux and Android, and on macOS.
 CLOCKS = (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW"))
 
